@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from penstock.core.engine.engine import Engine as Engine
     from penstock.core.portal.portal import Portal as Portal
     from penstock.core.portal.waiters import Future as Future
+    from penstock.core.worker.lengths import pad as pad
     from penstock.core.worker.python_model import model as model
     from penstock.images import decode_image as decode_image
     from penstock.pipeline.steps import Pipeline as Pipeline
@@ -72,6 +73,7 @@ else:  # a type checker that saw `__getattr__` would accept every name
         "decode_image": "penstock.images",
         "metrics": "penstock.metrics",
         "model": "penstock.core.worker.python_model",
+        "pad": "penstock.core.worker.lengths",
         "run_redis_workers_forever": "penstock.streamer.redis.serve",
     }
     _OWN = [name for name, value in globals().items() if getattr(value, "__module__", "").startswith("penstock.")]

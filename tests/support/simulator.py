@@ -12,7 +12,7 @@ from penstock.core.batching.entry import INF, Dispatch, Entry, Event, Outcome
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.scheduler import Scheduler
 from penstock.perf.simulate import simulator
-from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime, Simulation, unbounded
+from penstock.perf.simulate.simulator import LONG_ROW, WARM, OpenLoop, ServiceTime, Simulation, unbounded
 
 _RETRY_S = 0.010  # a closed-loop client retries this long after its request was dropped
 
@@ -39,7 +39,7 @@ class FrontEnd(Struct, frozen=True):
 
 class ClosedLoop(Struct, frozen=True):
     """`clients` that each wait for an answer before the next request, until `horizon_s`. From `change_s` on there are
-    `changed` of them: the others leave with their next answer, or come then."""
+    `changed` of them: the others leave with their next answer, or come then. Requests have random `lengths`."""
 
     clients: int
     horizon_s: float
@@ -47,6 +47,7 @@ class ClosedLoop(Struct, frozen=True):
     front_end: FrontEnd | None = None
     changed: int | None = None
     change_s: float = INF
+    lengths: Sequence[int] = ()
 
 
 class BulkLoad(Struct, frozen=True):
@@ -111,7 +112,7 @@ def simulate(
     settings = settings or SimulationSettings()
     scheduler = unbounded(policy, settings, priority=settings.priority)
     if settings.profile:
-        scheduler.prime(service.profile(settings.max_batch_size))
+        scheduler.prime(service.profile(settings.max_batch_size * (LONG_ROW if settings.lengths else 1)))
     return _Simulation(service, scheduler, load, settings).finish()
 
 
@@ -233,8 +234,10 @@ class _Simulation(Simulation):
         entry = Entry(id=id, rows=rows, arrival_s=now, priority=self.bulk.priority, divisible=self.bulk.divisible)
         self.scheduler.offer(entry, now)
 
-    def arrive(self, now: float, rows: int = 1, deadline_s: float = INF) -> int:
-        return super().arrive(now, rows, self.deadline_s)
+    def arrive(self, now: float, rows: int = 1, deadline_s: float = INF, length: int = 0) -> int:
+        if isinstance(self.load, ClosedLoop) and self.load.lengths:
+            length = self.clients_rng.choice(self.load.lengths)
+        return super().arrive(now, rows, self.deadline_s, length)
 
     def handle(self, event: Event, now: float) -> None:
         if type(event) is Dispatch:

@@ -173,7 +173,7 @@ def test_tensors_are_read_in_order_from_a_table_or_a_sequence() -> None:
         ([TensorSpec("x", "FP32", (-1,))] * 2, "inputs: found 'x' twice"),
         (
             [TensorSpec("x", "F", (-1,))],
-            "inputs: found TensorSpec(name='x', datatype='F', shape=(-1,), optional=False),",
+            "inputs: found TensorSpec(name='x', datatype='F', shape=(-1,), optional=False, pad=None),",
         ),
         ([TensorSpec("x", "FP32", (-1, 2.5))], "expected for instance TensorSpec('x', 'FP32', (-1, 64))"),
     ],

@@ -212,6 +212,13 @@ class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             ' "length", for texts that are padded, about the same length'
         ),
     ] = "none"
+    max_tokens: Annotated[
+        Positive | None,
+        doc(
+            "most tokens of a batch, padding included: rows x the longest one; for texts that are padded. By default"
+            " max_batch_size alone is the limit; out-of-memory lowers it"
+        ),
+    ] = None
     priority: Annotated[
         tuple[Hold, ...], Meta(min_length=1), doc("extra seconds that requests of `x-priority` 0, 1, 2 ... may wait")
     ] = (0.0, 10.0, 20.0)
@@ -496,6 +503,15 @@ def with_options(config: BatchingConfig, options: dict[str, Any]) -> BatchingCon
         raise ConfigError(f"@penstock.model: {e}") from None
     check_sizes(merged)
     return merged
+
+
+def check_lengths(config: BatchingConfig) -> None:
+    """Raises ConfigError for a loaded model that has `max_tokens`, but no lengths."""
+    if config.max_tokens is not None and config.bucket != "length":
+        raise ConfigError(
+            f"batching.max_tokens: found {config.max_tokens} for a model without padded inputs; give inputs that are"
+            ' texts a value to pad with, or set bucket = "length" if predict pads its items, or leave max_tokens out'
+        )
 
 
 def check_sizes(config: BatchingConfig, where: str = "batching.") -> None:

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from penstock.core.batching.cost import Cost
 from penstock.core.batching.entry import INF, Dispatch, Entry, Event, Expire, Fail, Outcome, Shed
+from penstock.core.batching.lengths import CLASSES, LONGEST, kind_of
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.policies.fixed import Fixed, Unbatched
@@ -21,7 +22,8 @@ from penstock.core.batching.queues import MAX_BYPASSES
 from penstock.testing.scripts import TICK, ScriptPlayer, ScriptSetup, random_setup
 
 INVARIANTS = {
-    "I1": "rows of a batch <= the maximum, one bucket; every request ends exactly once; the queue's counts are correct",
+    "I1": "rows of a batch <= the maximum, one bucket; every request ends exactly once; the queue's counts are correct;"
+    " with lengths: tokens of a batch <= the maximum, but for a single row",
     "I2": "only slots that are up get batches, one each (with depth 2: one more, sent ahead)",
     "I3": "same bucket and class, no deadline: first in, first out; a misfit is passed over at most 8 times",
     "I4": "max_hold_s = 0: no request waits while a slot is idle, but after a killer one may wait for its own slot",
@@ -106,6 +108,8 @@ class PolicyChecker(ScriptPlayer):
         self.exact: set[int] = set()  # ids of re-runs
         self.hold_start_s = INF  # since when a request waits while a slot is idle
         self.answered_s, self.quiet_s = -INF, -INF  # the last completion; a/m later, while a closed loop may regroup
+        self.lengths = setup.lengths
+        self.largest = 0  # what the largest batch of any request so far costs
         super().__init__(setup, lambda: policy)
 
     def play(self) -> None:
@@ -122,7 +126,32 @@ class PolicyChecker(ScriptPlayer):
 
     @property
     def most(self) -> int:
-        return min(self.scheduler.max_batch_size, self.ceiling)
+        return self.scheduler.max_batch_size if self.lengths else min(self.scheduler.max_batch_size, self.ceiling)
+
+    def most_of(self, entry: Entry) -> int:
+        """The most rows of a batch of this length."""
+        if not self.lengths:
+            return self.most
+        rows = max(1, min(self.most, self.tokens // self.of(entry)))
+        return rows if self.ladder is None else self.ladder.down(rows) or 1
+
+    def of(self, entry: Entry) -> int:
+        """What a row costs at most: the tokens of its class; 1 without lengths."""
+        return min(CLASSES.up(entry.length), self.setup.max_tokens or LONGEST) if self.lengths else 1
+
+    @property
+    def tokens(self) -> int:
+        return min(self.setup.max_tokens or LONGEST, self.ceiling)
+
+    @property
+    def full(self) -> int:
+        """What the largest batch of the waiting requests costs."""
+        return max([self.cost_of(self.most, r.entry) for r in self.requests.values()], default=self.most)
+
+    def cost_of(self, rows: int, entry: Entry) -> int:
+        """What the batch of so many rows of this length costs, if there is room for them."""
+        rows = min(rows, self.most_of(entry))
+        return (rows if self.ladder is None else self.ladder.up(rows)) * self.of(entry)
 
     @property
     def live(self) -> int:
@@ -145,6 +174,7 @@ class PolicyChecker(ScriptPlayer):
         v = min(entry.deadline_s, entry.arrival_s + (self.setup.horizon_ticks * self.tick_s + extra))
         self.requests[entry.id] = CheckedRequest(entry, len(self.ids), entry.rows, v, mask(entry))
         self.recent.append((self.now, entry.rows))
+        self.largest = max(self.largest, self.cost_of(self.most, entry))
 
     def on_cancel(self, id: int, gone: bool) -> None:
         r = self.requests.get(id)
@@ -193,7 +223,7 @@ class PolicyChecker(ScriptPlayer):
         if outcome.oom is not None:
             bad, good = outcome.oom
             ceiling = max(1, good if good >= 0.8 * bad else (good + bad) // 2)
-            if self.ladder is not None:
+            if self.ladder is not None and not self.lengths:
                 ceiling = self.ladder.down(ceiling) or self.ladder.sizes[0]
             self.ceiling = min(self.ceiling, ceiling)
         self.need("I15", self.cost.a >= 0 and self.cost.b > 0, f"a={self.cost.a} b={self.cost.b}")
@@ -226,14 +256,17 @@ class PolicyChecker(ScriptPlayer):
         self.need("I11", not again and self.scheduler.wake_at == wake, f"a second poll returned {again}, {wake}")
 
     def sent(self, batch: Dispatch) -> None:
-        rows, names = sum(e.rows for e in batch.entries), {e.bucket for e in batch.entries}
+        rows, names = sum(e.rows for e in batch.entries), {self.kind(e) for e in batch.entries}
         self.need("I1", 0 < rows == batch.rows <= self.most and len(names) == 1, f"{batch}: {rows} of {self.most} rows")
+        tokens = rows * max(e.length for e in batch.entries)
+        self.need("I1", rows == 1 or not self.lengths or tokens <= self.tokens, f"{batch}: {tokens} of {self.tokens}")
         exact = batch.reason == "rerun"
         if exact:
             self.exact.add(batch.batch_id)
         else:
             self.check_head(batch)
-        slow_s = self.cost.high(rows) if self.rules.model and self.cost.ready and not batch.ahead and not exact else 0.0
+        planned = self.rules.model and self.cost.ready and not batch.ahead and not exact
+        slow_s = self.cost.high(self.work(batch)) if planned else 0.0
         for e in batch.entries:
             r, bits = self.requests.get(e.id), mask(e)
             self.need("I1", r is not None and bits & (r.rerun if exact else r.waits) == bits, f"{e} does not wait")
@@ -246,6 +279,9 @@ class PolicyChecker(ScriptPlayer):
         if not exact:
             self.check_order(batch)
 
+    def kind(self, entry: Entry) -> str:
+        return kind_of(entry.bucket) if self.lengths else entry.bucket
+
     def check_head(self, batch: Dispatch) -> None:
         """I9, before the rows of the batch are removed."""
         waits = [r for r in self.requests.values() if r.waits]
@@ -254,9 +290,10 @@ class PolicyChecker(ScriptPlayer):
             return
         name = batch.entries[0].bucket
         other = head.entry.bucket != name and self.rules.holds
-        full = other and sum(r.rows for r in self.requests.values() if r.waits and r.entry.bucket == name) >= self.most
+        same = sum(r.rows for r in self.requests.values() if r.waits and r.entry.bucket == name)
+        full = other and same >= self.most_of(batch.entries[0])
         # the policy's choice, before requests that do not fit were left out
-        slow_s = self.cost.high(self.most) if self.rules.model else 0.0
+        slow_s = self.cost.high(self.full) if self.rules.model else 0.0
         tight = head.entry.deadline_s < self.now + slow_s or (batch.ahead and head.entry.deadline_s < INF)
         self.need("I9", full or tight, f"{batch} without the head {head}")
 
@@ -297,14 +334,17 @@ class PolicyChecker(ScriptPlayer):
             self.need("I8", deadline < INF, f"{event} without a deadline")
             by_model = self.rules.model and cost.ready
             if reason == "expired":
-                slow_s = cost.high(min(r.rows, self.most)) if by_model else 0.0
+                slow_s = cost.high(self.cost_of(r.rows, r.entry)) if by_model else 0.0
                 self.need("I8", self.now + slow_s >= deadline, f"{event} of {r}, which could be in time")
             else:
-                same = [x for x in before if x.entry.bucket == r.entry.bucket]
-                full_s = cost.t(self.most)
-                work_s = sum(x.rows for x in same) / self.most * full_s
-                work_s += sum(cost.t(b.rows) for batches in self.on_slot.values() for b in batches)
-                last_s = max(x.entry.deadline_s for x in same if x.entry.deadline_s < INF)
+                # with lengths all that waits shares the slots, at the rate of the most expensive class
+                same = [x for x in before if self.lengths or x.entry.bucket == r.entry.bucket]
+                full_s = cost.t(self.cost_of(self.most, r.entry))
+                rate = max(cost.t(n := self.cost_of(self.most, x.entry)) / n for x in same)
+                work_s = sum(x.rows * self.of(x.entry) for x in same) * rate
+                work_s += sum(cost.t(self.work(b)) for batches in self.on_slot.values() for b in batches)
+                ends = [x.entry.deadline_s for x in same if x.entry.deadline_s < INF]
+                last_s = min(ends) if self.lengths else max(ends)
                 free_s = (last_s - self.now - full_s) * self.live
                 self.need("I8", by_model and work_s > free_s, f"{event} of {r}, but {work_s} fit into {free_s}")
         self.end(event.id, event)
@@ -338,7 +378,8 @@ class PolicyChecker(ScriptPlayer):
         assert wake is not None
         for name in {r.entry.bucket for r in waits}:
             rows = sum(r.waits.bit_count() for r in waits if r.entry.bucket == name)
-            self.need("I5", rows < self.most, f"a full batch of bucket '{name}' waits while a slot is idle")
+            full = next(self.most_of(r.entry) for r in waits if r.entry.bucket == name)
+            self.need("I5", rows < full, f"a full batch of bucket '{name}' waits while a slot is idle")
         head = min(due, key=lambda r: (r.vdeadline_s, r.order))
         young = self.now < head.entry.arrival_s + self.rules.delay_s
         self.need("I5", young or self.unsure(head), f"the head is held too long: {head}")
@@ -346,8 +387,10 @@ class PolicyChecker(ScriptPlayer):
             self.need("I7", cost.ready and cost.a > 0, f"a hold with a={cost.a}, ready={cost.ready}")
             found = self.scheduler.explain()
             longer = found["longer_hold_s"] if found["trial_s"] is None else found["trial_s"]
-            longer_s = min(float(str(longer)), 2 * cost.t(self.most))
-            end = (self.hold_start_s + min(max(2 * cost.a / m, longer_s), self.rules.cap_s)) * (1 + 1e-9)
+            longer_s = min(float(str(longer)), 2 * cost.t(max(self.full, self.largest)))
+            # a/b rows may be padded to a size that takes longer than 2a
+            short_s = max(2 * cost.a, cost.t(self.largest) if self.lengths and self.ladder else 0.0) / m
+            end = (self.hold_start_s + min(max(short_s, longer_s), self.rules.cap_s)) * (1 + 1e-9)
             held = f"held since {self.hold_start_s} until {wake}, at most to {end}"
             self.need("I5", self.now < end and wake <= end, held)
             busy = self.now < max(self.quiet_s, self.answered_s + longer_s) or (m > 1 and self.even_batch() > 1)
@@ -359,7 +402,7 @@ class PolicyChecker(ScriptPlayer):
             return 1.0
         span = self.now - self.recent[0][0]
         rate = (sum(k for _, k in self.recent) - self.recent[0][1]) / span if span else INF
-        spare = self.live - rate * self.cost.b
+        spare = self.live - rate * self.cost.b * max([self.of(r.entry) for r in self.requests.values()], default=1)
         return self.most if spare <= 0 else min(self.most, rate * self.cost.a / spare)
 
 

@@ -39,10 +39,13 @@ class ScriptStep(Struct, frozen=True):
     timeout_ticks: int = 0  # 0: none
     divisible: bool = False
     separate: bool = False
+    length: int = 0
 
 
 class ScriptSetup(Struct, frozen=True):
-    """A script, the scheduler for it, and the service times (a + b*n ticks, n with padding to `sizes`) of the slots."""
+    """A script, the scheduler for it, and the service times (a + b*n ticks, n with padding to `sizes`) of the slots.
+
+    With `lengths`, n are tokens, in eighths, of which batches have up to `max_tokens`."""
 
     max_batch_size: int = 8
     slots: int = 2
@@ -56,6 +59,8 @@ class ScriptSetup(Struct, frozen=True):
     primed: bool = True
     steps: tuple[ScriptStep, ...] = ()
     sizes: tuple[int, ...] = ()
+    lengths: bool = False
+    max_tokens: int | None = None
 
 
 def random_setup(rng: Random, steps: int = 60) -> ScriptSetup:
@@ -130,10 +135,12 @@ class ScriptPlayer:
             priority=tuple(p * scale for p in setup.priority),
             horizon_s=setup.horizon_ticks * self.tick_s,
             sizes=setup.sizes,
+            lengths=setup.lengths,
+            max_tokens=setup.max_tokens,
         )
         self.ladder = Ladder(setup.sizes) if setup.sizes else None
         if setup.primed:
-            sizes = setup.sizes or [2**k for k in range(5)]
+            sizes = [2**k for k in range(5, 10)] if setup.lengths else setup.sizes or [2**k for k in range(5)]
             self.scheduler.prime([(n, self.takes_s(n, j)) for n in sizes for j in range(max(3, 8 // len(sizes) + 1))])
         self.ids: list[int] = []
         self.down: list[int] = []
@@ -143,11 +150,16 @@ class ScriptPlayer:
             self.scheduler.slot_up(slot, self.now)
             self.on_slot[slot] = []
 
-    def takes_s(self, rows: int, pick: int = 0) -> float:
+    def work(self, batch: Dispatch) -> int:
+        """What the run time of a batch depends on: its rows, or its tokens."""
+        rows = batch.rows if self.ladder is None else self.ladder.up(batch.rows)
+        return rows * max(e.length for e in batch.entries) if self.setup.lengths else rows
+
+    def takes_s(self, work: int, pick: int = 0) -> float:
         """Run time of a batch. The factor keeps predicted ends off the script's grid, where the rounding of a shifted
         clock would decide ties."""
-        rows = rows if self.ladder is None else self.ladder.up(rows)
-        return (self.setup.a + self.setup.b * rows) * self.tick_s * (0.9 + 0.0137 * (pick % 17))
+        b = self.setup.b / 8 if self.setup.lengths else self.setup.b
+        return (self.setup.a + b * work) * self.tick_s * (0.9 + 0.0137 * (pick % 17))
 
     def play(self) -> None:
         """Plays the whole script, then starts every slot and completes all batches."""
@@ -167,7 +179,7 @@ class ScriptPlayer:
             self.poll()
             batches = [d for ds in self.on_slot.values() for d in ds[:1]]
             if batches:
-                self.advance(self.now + self.takes_s(batches[0].rows))
+                self.advance(self.now + self.takes_s(self.work(batches[0])))
                 self.complete(batches[0], Outcome("ok", 0.0))
             elif self.scheduler.wake_at is not None:
                 self.advance(self.scheduler.wake_at)
@@ -202,15 +214,17 @@ class ScriptPlayer:
             self.die(busy[step.pick % len(busy)], step.kind)
         elif step.kind in ("ok", "failed", "oom") and busy:
             batch = self.on_slot[busy[step.pick % len(busy)]][0]
-            self.advance(self.now + (self.takes_s(batch.rows, step.pick) if step.kind == "ok" else 0.0))
+            self.advance(self.now + (self.takes_s(self.work(batch), step.pick) if step.kind == "ok" else 0.0))
             self.complete(batch, self.outcome(step, batch))
 
     def outcome(self, step: ScriptStep, batch: Dispatch) -> Outcome:
-        run_s = self.takes_s(batch.rows) / 2
+        work = self.work(batch)
+        run_s = self.takes_s(work) / 2
         if step.kind == "failed":
             return Outcome("ok", run_s, frozenset(e.id for e in batch.entries[:: 1 + step.pick % 3]))
         if step.kind == "oom" and batch.rows > 1:
-            return Outcome("ok", run_s, oom=(batch.rows, max(1, batch.rows // 2)))
+            failed = work if self.setup.lengths else batch.rows
+            return Outcome("ok", run_s, oom=(failed, max(1, failed // 2)))
         return Outcome("ok", run_s, prepare_s=run_s / 4)
 
     def offer(self, step: ScriptStep) -> None:
@@ -229,6 +243,7 @@ class ScriptPlayer:
             bucket=step.bucket,
             divisible=step.divisible,
             separate=step.separate,
+            length=step.length,
         )
         try:
             self.scheduler.offer(entry, self.now)

@@ -21,7 +21,8 @@ class Entry(Struct, eq=False, gc=False):
     most urgent and the default. Only entries of one `bucket` share a batch. A request larger than the batch waits as
     pieces; a `divisible` one may also be cut to fill a batch. `parent` is then the request, `start` the piece's first
     row. The rows of a `separate` request are items of their own: one can fail without the others. `behind_s` puts it
-    behind requests that arrive up to so much later. Requests of one `sequence` run in order, one at a time.
+    behind requests that arrive up to so much later. Requests of one `sequence` run in order, one at a time. `length`:
+    the tokens of its longest row, 0 without lengths.
     """
 
     id: int
@@ -38,6 +39,7 @@ class Entry(Struct, eq=False, gc=False):
     separate: bool = False
     behind_s: float = 0.0
     sequence: SequenceRequest | None = None
+    length: int = 0
     # set by the scheduler
     vdeadline_s: float = INF
     seq: int = 0

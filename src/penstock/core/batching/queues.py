@@ -20,12 +20,14 @@ class Bucket:
 
     `finite` counts entries with a real deadline, `loose` entries whose virtual deadline is earlier than the real one
     (no deadline, or a distant one); if none is loose, `keys` are the deadlines. `low` counts priority classes > 0.
+    `length`: the class of its rows, 0 without lengths. `parts`: the names of the buckets that it was made of.
     """
 
-    __slots__ = ("entries", "finite", "keys", "loose", "low", "name", "rows", "slot")
+    __slots__ = ("entries", "finite", "keys", "length", "loose", "low", "name", "parts", "rows", "slot")
 
-    def __init__(self, name: str, slot: int = -1) -> None:
+    def __init__(self, name: str, slot: int = -1, length: int = 0, parts: tuple[str, ...] = ()) -> None:
         self.name, self.slot = name, slot  # the only slot for its entries, or -1
+        self.length, self.parts = length, parts or (name,)
         self.keys: list[float] = []  # virtual deadlines, aligned with `entries`
         self.entries: list[Entry] = []
         self.rows = self.finite = self.loose = self.low = 0

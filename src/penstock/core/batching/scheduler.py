@@ -8,6 +8,7 @@ from out-of-memory. It reads no clock and uses no randomness: the same calls giv
 from penstock.core.batching.cost import Cost, StairCost
 from penstock.core.batching.entry import INF, Dispatch, Entry, EntryState, Event, Expire, Outcome, Shed
 from penstock.core.batching.ladder import Ladder
+from penstock.core.batching.lengths import LengthClasses, RowCost, mixed, name_of
 from penstock.core.batching.policies.base import BatchPolicy, Choice, Drop, SlotBatch, Take, View, WaitUntil
 from penstock.core.batching.queues import Bucket
 from penstock.core.batching.sequences import SequenceLimits, SequenceTable
@@ -39,7 +40,8 @@ class Scheduler:
 
     `max_queue` counts rows; a slot holds up to `depth` batches. A request's place in the order of service is its
     arrival + `horizon_s` + `priority[class]` (the last value also covers higher classes), or its deadline if earlier.
-    Batches are padded to the `sizes`, the last of which is `max_batch_size`; without them they keep any size.
+    Batches are padded to the `sizes`, the last of which is `max_batch_size`; without them they keep any size. With
+    `lengths` the cost, `max_tokens` and the ceiling count tokens: rows x the longest row of a batch.
     It has more than 15 attributes because it is one state machine: splitting them would hide which event changes what.
     Each keyword argument is one option of a model.
     """
@@ -57,15 +59,18 @@ class Scheduler:
         horizon_s: float = 30.0,
         sequences: SequenceLimits | None = None,
         sizes: tuple[int, ...] = (),
+        lengths: bool = False,
+        max_tokens: int | None = None,
     ) -> None:
         if not horizon_s < INF or not priority or max_batch_size < 1:
             raise ValueError("expected a finite horizon_s, at least one priority class and max_batch_size >= 1")
         self._policy = policy
         self._ladder = Ladder(sizes) if sizes else None
-        self._cost = Cost() if self._ladder is None else StairCost(self._ladder)
+        self._lengths = LengthClasses(max_tokens, self._ladder) if lengths else None
+        self._cost = Cost() if self._ladder is None or lengths else StairCost(self._ladder)
         self._slots = Slots(self._cost, depth)
         self.sequences = None if sequences is None else SequenceTable(sequences)
-        self._queue = WaitingQueue(max_batch_size, self.sequences)
+        self._queue = WaitingQueue(max_batch_size, self.sequences, self._lengths)
         self._view = View(Bucket(""), self._cost, max_rows=max_batch_size, ladder=self._ladder)
         self._max_queue, self._max_queue_bytes = max_queue, max_queue_bytes
         self._depth, self._idempotent = depth, idempotent
@@ -78,7 +83,8 @@ class Scheduler:
         self._ceiling_end_s = INF
         self.running_rows = 0  # of the batches on slots
         self.arrived_rows = 0  # since the start, with refused ones
-        self._sent_rows = self._padded_rows = 0  # with a ladder, since the start
+        self._sent_rows = self._padded_rows = 0  # with a ladder or lengths, since the start
+        self._sent_tokens = self._padded_tokens = 0  # with lengths
         self.concurrent = False  # whether slots take batches concurrently
         self._batch_id = 0
         self._held_since_s = INF
@@ -125,14 +131,17 @@ class Scheduler:
         return self.next_end()[0] - EARLY_LEADS * self._slots.lead_s
 
     def seconds(self, rows: int) -> float:
-        """Predicted seconds of a batch; 0 before anything was learned."""
-        return self._cost.t(rows) if self._cost.ready else 0.0
+        """Predicted seconds of a batch, with lengths of a mean one; 0 before anything was learned."""
+        mean = 1.0 if self._lengths is None else (self._sent_tokens + self._padded_tokens) / max(1, self._sent_rows)
+        return self._cost.t(rows * mean) if self._cost.ready else 0.0
 
     @property
     def inert_arrivals(self) -> int:
         """How many requests of one row, of the first class and without a deadline, may arrive after a `poll` without
         causing an event before `wake_at`. They may be more than there is `room` for."""
         queue, full = self._queue, self._view.max_rows
+        if self._lengths is not None:
+            return full if self._depth == 1 and not self._slots.idle else 0
         if len(queue.buckets) > 1 or self.sequences is not None:
             return 0
         bucket = next(iter(queue.buckets.values()), None)
@@ -168,15 +177,18 @@ class Scheduler:
         return now < self._killer_s + SUSPICION_PATIENCES * self._patience_s
 
     def prime(self, samples: list[tuple[int, float]]) -> None:
-        """Learns from (rows, seconds) of warm-up runs."""
+        """Learns from (rows, seconds) of warm-up runs, with lengths from (tokens, seconds)."""
         for rows, seconds in samples:
             self._cost.add(rows, seconds)
 
     def drain_s(self) -> float | None:
         """Predicted seconds until every waiting request has run; None while there is no prediction."""
-        slots, full = self._slots.up, self._view.max_rows
+        slots, full = self._slots.up, self._queue.max_rows
         if not self._cost.ready or not slots:
             return None
+        if self._lengths is not None:
+            full = min(full, self._lengths.tokens * max(1, self._sent_rows) // max(1, self._sent_tokens)) or 1
+            return self._queue.rows / full * self.seconds(full) / slots
         return self._queue.rows / full * self._cost.t(full) / slots
 
     def explain(self) -> dict[str, object]:
@@ -195,7 +207,8 @@ class Scheduler:
             "holds": self._holds,
             "held_s": self._held_s,
             **({} if self.sequences is None else {"sequences": len(self.sequences)}),
-            **({} if self._ladder is None else self._ladder_explained()),
+            **({} if self._ladder is None or self._lengths is not None else self._ladder_explained()),
+            **({} if self._lengths is None else self._lengths_explained()),
             **self._policy.explain(),
         }
 
@@ -206,6 +219,17 @@ class Scheduler:
             "sizes_s": {str(size): self.seconds(size) for size in self._ladder.sizes},
             "sent_rows": self._sent_rows,
             "padded_rows": self._padded_rows,
+        }
+
+    def _lengths_explained(self) -> dict[str, object]:
+        """The bound of tokens, and the tokens that were sent, and added as padding, since the start."""
+        assert self._lengths is not None
+        return {
+            "max_tokens": self._lengths.tokens,
+            "sent_rows": self._sent_rows,
+            "padded_rows": self._padded_rows,
+            "sent_tokens": self._sent_tokens,
+            "padded_tokens": self._padded_tokens,
         }
 
     # ---- events
@@ -220,6 +244,9 @@ class Scheduler:
             max_rows, max_bytes = max_rows - max_rows // RESERVED_PART, max_bytes - max_bytes // RESERVED_PART
         if rows < 1 or queue.rows + rows > max_rows or queue.nbytes + entry.nbytes > max_bytes:
             self._refuse(entry, max_rows, max_bytes)
+        if self._lengths is not None:
+            self._lengths.check(entry.length)
+            entry.bucket = name_of(entry.bucket, self._lengths.up(entry.length))
         if self.sequences is not None:
             if rows > 1:
                 raise BadRequest(f"a request of a sequence has one row, found {rows}: send a request for each")
@@ -298,7 +325,7 @@ class Scheduler:
         if answered:
             if not batch.concurrent:
                 if outcome.oom is None:  # after out-of-memory it ran in pieces: no sample for this size
-                    self._cost.add(batch.rows, seconds)
+                    self._cost.add(batch.work, seconds)
                 self._see()
                 self._policy.on_complete(batch, seconds, self._view, now)
             self.running_rows -= batch.rows
@@ -356,10 +383,21 @@ class Scheduler:
         view = self._view
         self._see()
         view.bucket, view.idle = bucket, idle
+        if self._lengths is not None:
+            view.max_rows = self._queue.most(bucket.length)
+            view.cost = RowCost(self._cost, bucket.length, self._ladder)
+            if bucket.finite:
+                waiting = sum([b.rows * b.length for b in self._queue.buckets.values()])
+                view.share = min(1.0, bucket.rows * bucket.length / waiting)
         view.held_s = self._held_since_s if self._held_since_s < now else now
         if bucket.finite:
             view.busy_s = self._slots.busy_s(now)
         choice = self._policy.select(view, now)
+        if len(bucket.parts) > 1 and bucket.finite:
+            first = bucket.entries[0]
+            if type(choice) is Drop or (type(choice) is Take and first.deadline_s < choice.until_s):
+                # other lengths make it late: it goes, or is dropped, with those of its own
+                return self._ask(self._queue.buckets[first.bucket], idle, now)
         if type(choice) is Drop:
             for entry in choice.entries:
                 if entry.state == EntryState.WAITING:  # else purged a moment ago with another piece of its request
@@ -395,16 +433,15 @@ class Scheduler:
             if not spared and not (risky and queue.buckets) and self._rerun(now):
                 return True
             skip = int(not (spared or risky))
-        buckets = queue.buckets
-        bucket = next(iter(buckets.values())) if len(buckets) == 1 else queue.head()
+        bucket = self._next()
         if bucket is None:
             return False
         choice = self._ask(bucket, len(idle), now)
         if type(choice) is WaitUntil:
             if queue.reruns and not spared and self._rerun(now):
                 return True
-            choice = self._hold(choice, bucket, now)
-            bucket = self._view.bucket
+            choice = self._hold(choice, self._view.bucket, now)
+        bucket = self._view.bucket
         if type(choice) is not Take:
             return type(choice) is Drop
         slot = self._slots.least_loaded(skip)
@@ -418,6 +455,16 @@ class Scheduler:
             return False
         self._dispatch(slot.number, queue.take(bucket, rows, choice.until_s, choice.fill), choice.reason, now)
         return True
+
+    def _next(self) -> Bucket | None:
+        """What the next batch is made of: the bucket with the head of the queue, and other lengths that join it."""
+        queue, buckets = self._queue, self._queue.buckets
+        if len(buckets) == 1:
+            return next(iter(buckets.values()))
+        bucket = queue.head()
+        if self._lengths is None or bucket is None:
+            return bucket
+        return mixed(bucket, buckets.values(), self._cost, queue.most)
 
     def _place_sequence(self, now: float) -> bool:
         """`_place` for a model with sequences: each bucket has a slot of its own."""
@@ -456,9 +503,10 @@ class Scheduler:
         if self._held_since_s == INF:
             self._held_since_s = now
             self._holds += 1
-        if self._queue.rows - held.rows >= self._view.max_rows:
-            for bucket in self._queue.buckets.values():
-                if bucket is not held and bucket.rows >= self._view.max_rows:
+        queue = self._queue
+        if self._lengths is not None or queue.rows - held.rows >= queue.max_rows:
+            for bucket in queue.buckets.values():
+                if bucket.name not in held.parts and bucket.rows >= queue.most(bucket.length):
                     return self._ask(bucket, len(self._slots.idle), now)
         return None
 
@@ -471,18 +519,19 @@ class Scheduler:
         lasts. It spares the slot the learned lead, once. So nothing is sent ahead behind a long run, beside which the
         lead is small, nor before both are known: what has not started is then always still in the queue.
         """
-        bucket = self._queue.head()
+        bucket = self._next()
         if bucket is None or not self._cost.ready:
             return False
-        view, lead_s = self._view, self._slots.lead_s
-        near = self._slots.nearest(now, bucket.rows >= view.max_rows)
-        if near is None or not (self._brief(near, now) or self._cost.t(near.rows) <= LONG_LEADS * lead_s):
+        view, lead_s, full = self._view, self._slots.lead_s, self._queue.most(bucket.length)
+        near = self._slots.nearest(now, bucket.rows >= full)
+        if near is None or not (self._brief(near, now) or self._cost.t(near.work) <= LONG_LEADS * lead_s):
             return False
         soon_s = near.end_s - lead_s
         soon = soon_s <= now
         view.ahead, view.ahead_s, view.ahead_rows = True, max(0.0, near.end_s - now), near.rows
         choice = self._ask(bucket, 1, now)
         view.ahead, view.ahead_s, view.ahead_rows = False, 0.0, 0
+        bucket, full = view.bucket, view.max_rows
         if type(choice) is Take and (soon or (choice.full and self._keeps_place(bucket, near, now))):
             entries = self._queue.take(bucket, choice.rows, choice.until_s, choice.fill)
             self._dispatch(near.slot, entries, choice.reason, now)
@@ -491,11 +540,11 @@ class Scheduler:
             self._wake_rows = 0  # it is held, and more rows may change that
         else:
             early_s = near.end_s - EARLY_LEADS * lead_s
-            self._wake_s = early_s if now < early_s and bucket.rows >= view.max_rows else soon_s
+            self._wake_s = early_s if now < early_s and bucket.rows >= full else soon_s
         return type(choice) is Drop
 
     def _brief(self, near: SlotBatch, now: float) -> bool:
-        return self._depth > 2 and near.end_s <= now + BRIEF_S and self._cost.t(near.rows) <= BRIEF_S
+        return self._depth > 2 and near.end_s <= now + BRIEF_S and self._cost.t(near.work) <= BRIEF_S
 
     def _keeps_place(self, bucket: Bucket, near: SlotBatch, now: float) -> bool:
         """Whether a full batch can go now: no later arrival should replace its rows, or the slot ends too soon."""
@@ -508,27 +557,45 @@ class Scheduler:
     def _dispatch(self, slot: int, entries: list[Entry], reason: str, now: float, exact: bool = False) -> None:
         self._batch_id += 1
         rows = sum([e.rows for e in entries])
-        batch = self._slots.start(self._batch_id, slot, entries, rows, now, exact)
+        padded = rows if self._ladder is None else self._ladder.up(rows)
+        work = rows if self._lengths is None else padded * self._longest(entries)
+        batch = self._slots.start(self._batch_id, slot, entries, rows, work, now, exact)
         self.running_rows += rows
-        if self._ladder is not None:
+        if self._ladder is not None or self._lengths is not None:
             self._sent_rows += rows
-            self._padded_rows += self._ladder.up(rows) - rows
+            self._padded_rows += padded - rows
+        if self._lengths is not None:
+            tokens = sum([e.rows * e.length for e in entries])
+            self._sent_tokens += tokens
+            self._padded_tokens += work - tokens
         ended = () if self.sequences is None else self.sequences.dispatched(slot, entries)
         self._queue.events.append(Dispatch(batch.id, slot, entries, rows, reason, batch.ahead, batch.concurrent, ended))
+
+    def _longest(self, entries: list[Entry]) -> int:
+        """The length to which a batch is padded: with `sizes` a class, so that few shapes occur."""
+        assert self._lengths is not None
+        longest = max(1, max([e.length for e in entries]))
+        return longest if self._ladder is None else self._lengths.up(longest)
 
     # ---- the ceiling
 
     def _shrink(self, oom: tuple[int, int], now: float) -> None:
-        """Lowers the ceiling. `oom` is (fewest rows that ran out of memory, most rows that ran)."""
+        """Lowers the ceiling. `oom` is (fewest rows that ran out of memory, most rows that ran), or tokens."""
         bad, good = oom
         ceiling = max(1, good if good >= 0.8 * bad else (good + bad) // 2)
-        if self._ladder is not None:  # batches between two sizes need the memory of the larger one
+        if (
+            self._ladder is not None and self._lengths is None
+        ):  # batches between two sizes need the memory of the larger one
             ceiling = self._ladder.down(ceiling) or self._ladder.sizes[0]
         self._ceiling = ceiling if self._ceiling is None else min(ceiling, self._ceiling)
         self._ceiling_end_s = now + CEILING_S
         self._resize()
 
     def _resize(self) -> None:
-        rows = self.max_batch_size if self._ceiling is None else min(self.max_batch_size, self._ceiling)
+        rows = self.max_batch_size
+        if (lengths := self._lengths) is not None:
+            lengths.tokens = min(lengths.max_tokens, self._ceiling or lengths.max_tokens)
+        elif self._ceiling is not None:
+            rows = min(rows, self._ceiling)
         self._view.max_rows = rows
         self._queue.resize(rows)

@@ -136,7 +136,9 @@ class Slots:
             slot.place = (slot.batches[-1].end_s, slot.order, slot.number)
             insort(self._behind[count > 1], slot.place)
 
-    def start(self, id: int, number: int, entries: list[Entry], rows: int, now: float, exact: bool) -> SlotBatch:
+    def start(
+        self, id: int, number: int, entries: list[Entry], rows: int, work: int, now: float, exact: bool
+    ) -> SlotBatch:
         slot = self._slots[number]
         concurrent = slot.concurrency > 1
         ahead = bool(slot.batches) and not concurrent
@@ -144,11 +146,11 @@ class Slots:
         cost = self._cost
         if not cost.ready:
             end = begin
-        elif self._line:  # cost.t(rows) without the call: this runs for every batch
-            end = begin + cost.a + cost.b * rows
+        elif self._line:  # cost.t(work) without the call: this runs for every batch
+            end = begin + cost.a + cost.b * work
         else:
-            end = begin + cost.t(rows)
-        batch = SlotBatch(id, number, entries, rows, now, end, ahead, exact, concurrent)
+            end = begin + cost.t(work)
+        batch = SlotBatch(id, number, entries, rows, now, end, ahead, exact, concurrent, work)
         slot.batches.append(batch)
         self.running[id] = batch
         if concurrent:
@@ -205,7 +207,7 @@ class Slots:
         elif alive:
             self._prepared.append(prepare_s)
             if slot.batches:
-                slot.batches[0].end_s = now + (self._cost.t(slot.batches[0].rows) if self._cost.ready else 0.0)
+                slot.batches[0].end_s = now + (self._cost.t(slot.batches[0].work) if self._cost.ready else 0.0)
             if not batch.ahead and 0 < run_s + prepare_s <= seconds:
                 self._overs.append(seconds - run_s - prepare_s)
         if slot.state == SlotState.RETIRING:

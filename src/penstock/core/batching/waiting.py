@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from penstock.core.batching.entry import INF, SOURCES, Entry, EntryState, Event, Expire, Fail, move
+from penstock.core.batching.lengths import LengthClasses
 from penstock.core.batching.queues import Bucket, Expiries
 from penstock.core.batching.sequences import SequenceTable
 
@@ -60,8 +61,10 @@ class WaitingQueue:
     worker's death, in the order in which they run again.
     """
 
-    def __init__(self, max_rows: int, sequences: SequenceTable | None = None) -> None:
-        self.max_rows = max_rows
+    def __init__(
+        self, max_rows: int, sequences: SequenceTable | None = None, lengths: LengthClasses | None = None
+    ) -> None:
+        self.max_rows, self._lengths = max_rows, lengths
         self._sequences = sequences
         self.waiting: dict[int, Entry] = {}
         self.rows = 0
@@ -76,6 +79,10 @@ class WaitingQueue:
         self._splits: dict[int, SplitRequest] = {}
         self._seq = 0
 
+    def most(self, length: int) -> int:
+        """The most rows of a batch, and so of an entry, of this length."""
+        return self.max_rows if self._lengths is None else self._lengths.most(self._lengths.up(length), self.max_rows)
+
     # ---- in
 
     def add(self, entry: Entry) -> None:
@@ -85,8 +92,9 @@ class WaitingQueue:
         self.waiting[entry.id] = entry
         self.rows += entry.rows
         self.nbytes += entry.nbytes
-        if entry.rows > self.max_rows:
-            for piece in self._cut(entry, cut(entry, self.max_rows)):
+        most = self.max_rows if self._lengths is None else self.most(entry.length)
+        if entry.rows > most:
+            for piece in self._cut(entry, cut(entry, most)):
                 self._push(piece)
         else:
             assert entry.state == 0, f"request {entry.id} was offered before"
@@ -108,11 +116,19 @@ class WaitingQueue:
         name = entry.bucket
         bucket = self.buckets.get(name)
         if bucket is None:
-            bucket = self.buckets[name] = Bucket(name, entry.slot)
+            bucket = self._bucket(entry)
         if bucket.push(entry):
             self._new_head(bucket)
         if entry.deadline_s != INF:
             self.dirty[name] = None
+
+    def _bucket(self, entry: Entry) -> Bucket:
+        """The bucket of an entry, a new one if there is none."""
+        bucket = self.buckets.get(entry.bucket)
+        if bucket is None:
+            length = 0 if self._lengths is None else self._lengths.up(entry.length)
+            bucket = self.buckets[entry.bucket] = Bucket(entry.bucket, entry.slot, length)
+        return bucket
 
     def _cut(self, entry: Entry, pieces: list[Entry]) -> list[Entry]:
         """Returns `pieces`, which replace `entry`; they are in no bucket yet."""
@@ -128,18 +144,19 @@ class WaitingQueue:
         return pieces
 
     def resize(self, max_rows: int) -> None:
-        """Sets the maximum rows of an entry; cuts larger entries in place."""
-        smaller, self.max_rows = max_rows < self.max_rows, max_rows
+        """Sets the maximum rows of an entry, or learns that fewer tokens are allowed; cuts larger entries in place."""
+        smaller, self.max_rows = max_rows < self.max_rows or self._lengths is not None, max_rows
         if not smaller:
             return
         for bucket in list(self.buckets.values()):
-            for entry in [e for e in bucket.entries if e.rows > max_rows]:
+            most = self.most(bucket.length)
+            for entry in [e for e in bucket.entries if e.rows > most]:
                 bucket.remove(entry)
-                for piece in reversed(self._cut(entry, cut(entry, max_rows))):
+                for piece in reversed(self._cut(entry, cut(entry, most))):
                     bucket.push_back(piece)
                     self.expiries.add(piece)
             self._touch(bucket)
-        self.reruns = [piece for entry in self.reruns for piece in self._fitted(entry, max_rows)]
+        self.reruns = [piece for entry in self.reruns for piece in self._fitted(entry, self.most(entry.length))]
 
     def _fitted(self, entry: Entry, rows: int) -> list[Entry]:
         """A waiting entry that is in no bucket, or its pieces of at most `rows` rows, with their expiry recorded."""
@@ -161,7 +178,8 @@ class WaitingQueue:
             if e.parent is not None:
                 self._splits[e.id].waiting.append(e)
             self.rows += e.rows
-            fitting += self._fitted(e, rows if e.separate else self.max_rows)  # the ceiling may have sunk while it ran
+            most = self.most(e.length)  # the ceiling may have sunk while it ran
+            fitting += self._fitted(e, min(rows, most) if e.separate else most)
         if exact:
             most = self._most_reruns if self.reruns else 0
             # a second death first: once its guilty item is known, others with the same payload need not run
@@ -169,7 +187,7 @@ class WaitingQueue:
             self._most_reruns = max(most, len(self.reruns))
         else:
             for e in reversed(fitting):
-                bucket = self.buckets.setdefault(e.bucket, Bucket(e.bucket, e.slot))
+                bucket = self._bucket(e)
                 if bucket.push_back(e):
                     self._new_head(bucket)
 
@@ -204,23 +222,29 @@ class WaitingQueue:
     # ---- out, to a slot
 
     def take(self, bucket: Bucket, rows: int, until_s: float, fill: bool) -> list[Entry]:
-        """Removes and returns entries of a bucket, see `Bucket.take`; they run now. `fill`: if more than 1/MIN_FILL of
-        the rows stay empty, cuts a divisible entry that is too large."""
-        entries = bucket.take(min(rows, self.max_rows), until_s)
-        left = min(rows, self.max_rows) - sum([e.rows for e in entries]) if fill else 0
+        """Removes and returns entries of a bucket, or of several that it was made of, see `Bucket.take`; they run now.
+        `fill`: if more than 1/MIN_FILL of the rows stay empty, cuts a divisible entry that is too large."""
+        most = min(rows, self.most(bucket.length))
+        entries = bucket.take(most, until_s)
+        for e in entries if len(bucket.parts) > 1 else ():
+            self.buckets[e.bucket].remove(e)
+        left = most - sum([e.rows for e in entries]) if fill else 0
         if left * MIN_FILL > rows and (large := bucket.first(until_s)) is not None and large.divisible:
-            bucket.remove(large)
+            home = self.buckets[large.bucket]
+            home.remove(large)
             piece, rest = self._cut(large, [_piece(large, 0, left), _piece(large, left, large.rows - left)])
             entries.append(piece)
-            bucket.push_back(rest)
+            home.push_back(rest)
             self.expiries.add(rest)
-        self._touch(bucket)
+        for name in bucket.parts:
+            self._touch(self.buckets[name])
         return self._run(entries)
 
     def take_rerun(self, rows: int) -> list[Entry]:
         """Removes and returns the next entries to run again, of at most `rows` rows: alone after a second death, else
         the square root of all, because restarts cost more than batches: n entries with a killer end three workers."""
         first = self.reruns[0]
+        rows = min(rows, self.most(first.length))
         size = isqrt(self._most_reruns) if first.deaths == 1 else 1
         taken: list[Entry] = []
         for e in self.reruns[:size]:

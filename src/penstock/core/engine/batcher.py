@@ -128,6 +128,7 @@ class Batcher:
             separate=item.many,
             behind_s=item.behind_s,
             sequence=item.sequence,
+            length=item.length,
         )
         call = Call(item, sink, entry, self._cancelled)
         try:

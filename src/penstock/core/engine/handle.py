@@ -192,9 +192,12 @@ class ModelHandle:
             horizon_s=b.slo_s or b.timeout_s,
             sequences=limits,
             sizes=ready.sizes,
+            lengths=self._length_of is not None and limits is None,
+            max_tokens=b.max_tokens,
         )
         self.sequences = scheduler.sequences
-        if ready.concurrency == 1:  # other batches do not take as long as the warm-up's
+        # other batches do not take as long as the warm-up's, whose lengths are not known
+        if ready.concurrency == 1 and self._length_of is None:
             scheduler.prime(ready.profile)
         quarantine_s = self.config.restart.quarantine_s
         return Batcher(

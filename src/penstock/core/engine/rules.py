@@ -14,6 +14,7 @@ from penstock.config.schema import REMOTE, BatchingConfig, ModelConfig, check_si
 from penstock.core.batching.ladder import DEFAULT_BATCH
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.codecs import OBJECT, traits_of
+from penstock.core.wire.messages import Unsent
 from penstock.core.wire.slabs import Slab
 from penstock.core.worker.devices import expanded, physical_cores, visible_gpus
 from penstock.errors import BadRequest, ConfigError, describe
@@ -291,7 +292,7 @@ def length_rule(config: BatchingConfig, inputs: Sequence[TensorSpec]) -> Callabl
         if not length:
             body = item.payload.view if isinstance(item.payload, Slab) else item.payload
             length = bytes(body).count(b",") // len(padded) if padded else len(body)
-            length = max(1, length // rows)
+            length = min(max(1, length // rows), config.max_tokens or length)
         return bucket, length
 
     return rule
@@ -300,6 +301,8 @@ def length_rule(config: BatchingConfig, inputs: Sequence[TensorSpec]) -> Callabl
 def _length(value: Any, places: Mapping[str, tuple[int, int]]) -> int:
     """The length of an item of a caller in Python. `places`: the padded axis and the rank of each padded input; lists
     may lack the axis of the rows. Raises BadRequest."""
+    if type(value) is Unsent:
+        return 0
     if not places:
         longest = value.values() if isinstance(value, dict) else [value]
         try:

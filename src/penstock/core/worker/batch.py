@@ -198,7 +198,7 @@ class BatchRun:
             traceback.clear_frames(error.__traceback__)  # they hold the memory of the failed call
             step = (len(units) + 1) // 2
             if memory and (ladder := self.runner.model.ladder) is not None:  # a half may be padded to the same size
-                step = min(step, ladder.down(self._size(units) - 1) or step)
+                step = min(step, ladder.down(self._padded_rows(units) - 1) or step)
             for start in range(0, len(units), step):
                 self.attempt(units[start : start + step])
         elif memory and len(units) > 1:
@@ -401,7 +401,13 @@ class BatchRun:
             self.runner.model.states.keep(values)
 
     def _size(self, units: list[int]) -> int:
-        """Rows of a call for these units, with padding: what the memory of a device must hold."""
+        """Rows of a call for these units, with padding, or tokens: what the memory of a device must hold."""
+        rows = self._padded_rows(units)
+        if self.runner.batching.bucket != "length":
+            return rows
+        return rows * max([1, *(self.d.items[self.d.owners[u]].length for u in units)])
+
+    def _padded_rows(self, units: list[int]) -> int:
         ladder = self.runner.model.ladder
         return self._rows(units) if ladder is None else ladder.up(self._rows(units))
 

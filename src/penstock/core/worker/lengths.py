@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 from msgspec import structs
 
+from penstock.core.batching.lengths import LengthClasses
 from penstock.core.columns import TensorRequest
 from penstock.errors import BadOutput, BadRequest, ConfigError, LoadFailed, nearest
 from penstock.types import TensorSpec
@@ -22,7 +23,8 @@ PROBES: Final = (
 class Lengths:
     """The axis of each padded input of a program, and the value that fills it up. The inputs of a request have one
     length. `outputs`: the axes of each output that have this length too; it lacks outputs of unknown shape, all axes of
-    which that are as long as the padded inputs are taken for such."""
+    which that are as long as the padded inputs are taken for such. A call has at most `max_tokens`: rows x its length,
+    which is that of a class if there are few `sizes` of calls."""
 
     def __init__(self, inputs: Sequence[Any], outputs: Sequence[TensorSpec], given: Sequence[TensorSpec]) -> None:
         """`inputs`: of the program; `given`: those that are declared with a value to pad with.
@@ -41,6 +43,8 @@ class Lengths:
             if datatype not in (None, spec.datatype) or (shape is not None and shape[1:] != spec.shape[1:]):
                 raise ConfigError(f"{where}.pad: found for {text}, but the model takes {datatype} {list(shape or ())}")
             self.inputs[spec.name] = axis, spec.pad.encode() if isinstance(spec.pad, str) else spec.pad
+        self.max_tokens: int | None = None
+        self.in_classes = False
         self.outputs = {o.name: tuple(k for k, n in enumerate(o.shape) if k and n == -1) for o in outputs}
 
     def sized(self, inputs: Sequence[Any], length: int) -> list[Any]:
@@ -83,10 +87,26 @@ class Lengths:
         if len(set(found.values())) > 1:
             shown = ", ".join(f"'{name}' {n} (axis {self.inputs[name][0]})" for name, n in found.items())
             raise BadRequest(f"padded inputs must all have the same length, found {shown}")
+        LengthClasses(self.max_tokens).check(max(found.values(), default=0))
 
     def longest(self, requests: Sequence[TensorRequest]) -> int:
         """The length of a call."""
-        return max(self.of(r.block.arrays) for r in requests)
+        longest = max(self.of(r.block.arrays) for r in requests)
+        return LengthClasses(self.max_tokens).up(longest) if self.in_classes and longest else longest
+
+    def calls(self, requests: Sequence[TensorRequest], places: Sequence[int]) -> list[Sequence[int]]:
+        """The places, in order of length, in calls of at most `max_tokens`: the server may have estimated lengths."""
+        if self.max_tokens is None or sum(requests[i].rows for i in places) * self.longest(requests) <= self.max_tokens:
+            return [places]
+        found: list[list[int]] = []
+        rows = 0
+        for i in sorted(places, key=lambda i: self.of(requests[i].block.arrays)):
+            rows += requests[i].rows
+            if not found or rows * self.of(requests[i].block.arrays) > self.max_tokens:
+                found.append([])
+                rows = requests[i].rows
+            found[-1].append(i)
+        return list(found)
 
     def others(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The sizes of an input that the rows of a call must share."""
@@ -123,6 +143,29 @@ class Lengths:
             if axes:
                 found[name] = axes
         return found
+
+
+def pad(items: Sequence[Any], value: Any = 0) -> np.ndarray[Any, Any]:
+    """The items, lists or arrays `[length, ...]`, as one array `[items, longest, ...]`; the value fills up the others.
+
+    Raises ValueError for an item without a length, for other axes that differ, and for a value that the items' type
+    does not have.
+    """
+    arrays = [np.asarray(item) for item in items]
+    for place, array in enumerate(arrays):
+        if not array.ndim:
+            raise ValueError(f"item {place} is a {type(items[place]).__name__}, which has no length: expected lists")
+        if array.shape[1:] != arrays[0].shape[1:]:
+            raise ValueError(f"item {place} has the shape {list(array.shape)}, the first {list(arrays[0].shape)}")
+    dtype = np.result_type(*[a.dtype for a in arrays if a.size] or [np.asarray(value).dtype])
+    filled = np.asarray(value).astype(dtype)
+    if filled != value and value == value:  # NaN differs from itself
+        raise ValueError(f"the value {value!r} is none of the items' type, {dtype}")
+    longest = max(map(len, arrays), default=0)
+    found = np.full((len(arrays), longest, *(arrays[0].shape[1:] if arrays else ())), filled, dtype)
+    for row, array in zip(found, arrays, strict=True):
+        row[: len(array)] = array
+    return found
 
 
 def shortened(array: Any, axes: Sequence[int], length: int) -> Any:

@@ -13,7 +13,7 @@ from msgspec import structs
 from penstock import metrics
 from penstock.config.checks import read_labels
 from penstock.config.inputs import images_in, input_texts
-from penstock.config.schema import BatchingConfig, with_options
+from penstock.config.schema import BatchingConfig, check_lengths, with_options
 from penstock.core.batching.ladder import DEFAULT_BATCH, Ladder, ladder_of
 from penstock.core.wire.messages import Pickled
 from penstock.core.worker import nesting
@@ -61,6 +61,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         recorded = metrics.drain() or []  # before the warm-up, whose metrics do not count
         declared = model.declared_options()
         batching = with_options(spec.config.batching, declared)
+        check_lengths(batching)
         if config.transport != "process" and batching.concurrency not in ("auto", 1):
             raise LoadFailed(f"concurrency = {batching.concurrency} needs transport = 'process'")
         model.begin_loop(batching)

@@ -208,6 +208,8 @@ class PythonModel:
         nothing to another model. Raises LoadFailed."""
         if batching.rows == "none":
             self.unbatch()
+        if (hook := getattr(self._model, "__penstock_bound__", None)) is not None:
+            hook(batching.max_tokens)
         if batching.max_sequences and not getattr(self._model, "__penstock_sequences__", False):
             self._begin_sequences(batching)
             return

@@ -24,7 +24,7 @@ def groups(requests: Sequence[TensorRequest], lengths: Lengths | None = None) ->
         if request.block is not block:
             break
     else:
-        return [range(len(requests))]
+        return [range(len(requests))] if lengths is None else lengths.calls(requests, range(len(requests)))
     found: dict[object, list[int]] = {}
     last, places = None, list[int]()
     for i, request in enumerate(requests):
@@ -34,6 +34,8 @@ def groups(requests: Sequence[TensorRequest], lengths: Lengths | None = None) ->
             key = tuple((name, a.dtype.str, others(name, a.shape)) for name, a in sorted(last.arrays.items()))
             places = found.setdefault(key or i, [])  # without inputs, which give the number of rows, alone
         places.append(i)
+    if lengths is not None:
+        return [call for places in found.values() for call in lengths.calls(requests, places)]
     return list(found.values())
 
 

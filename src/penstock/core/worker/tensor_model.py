@@ -214,8 +214,14 @@ class TensorModel:
 
     def __penstock_pad__(self, ladder: Ladder | None) -> None:
         self._ladder = ladder
+        if self._lengths is not None:
+            self._lengths.in_classes = ladder is not None
         if (capture := getattr(self._program, "capture", None)) is not None:
             self.__penstock_graphs__ = capture([] if ladder is None else {self._size(rows) for rows in ladder.sizes})
+
+    def __penstock_bound__(self, max_tokens: int | None) -> None:
+        if self._lengths is not None:
+            self._lengths.max_tokens = max_tokens
 
     def warmup(self) -> list[Arrays]:
         """Two rows, or requests without rows; nothing if a size is unknown."""

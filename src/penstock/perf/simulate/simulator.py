@@ -25,6 +25,7 @@ from penstock.core.engine.rules import policy_of
 
 WARM: Final = 0.15  # the share of a simulation that is warm-up and excluded from results
 UNBOUNDED: Final = 2**62
+LONG_ROW: Final = 128  # a choice: tokens, for the warm-up of a model without `max_tokens`
 _OK: Final = Outcome()
 
 
@@ -60,10 +61,12 @@ class ServiceTime(Struct, frozen=True):
 
 
 class OpenLoop(Struct, frozen=True):
-    """Requests at fixed times, in order. `rows` has the size of each request; every request has one row if empty."""
+    """Requests at fixed times, in order. `rows` has the size of each request; every request has one row if empty. With
+    `lengths` each row has so many tokens, on which the service time then depends."""
 
     arrivals: Sequence[float]
     rows: Sequence[int] = ()
+    lengths: Sequence[int] = ()
 
 
 class SimulationSettings(Struct, frozen=True, kw_only=True):
@@ -71,7 +74,7 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
 
     `slots` instances receive batches up to `depth` ahead. `handover_s` passes between dispatch and run and between the
     end of the run and the response, together. `slo_s` is the latency that goodput allows. `seed` seeds every random
-    draw.
+    draw. With `lengths` batches are padded to their longest row and hold up to `max_tokens`.
     """
 
     slots: int = 1
@@ -81,13 +84,15 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
     handover_s: float = 0.0
     slo_s: float | None = None
     seed: int = 1
+    lengths: bool = False
+    max_tokens: int | None = None
 
 
 class SimulationResult(Struct, frozen=True, kw_only=True):
     """The steady part of a simulation: sorted latencies, and requests per second.
 
     `goodput` counts responses within the SLO; `busy` is a share of the slots' time; `run_s` is the mean run time of the
-    batch of a row.
+    batch of a row; `padding` is a share of the tokens that ran.
     """
 
     latencies_s: Sequence[float]
@@ -96,6 +101,7 @@ class SimulationResult(Struct, frozen=True, kw_only=True):
     mean_batch: float
     busy: float
     run_s: float
+    padding: float = 0.0
 
 
 def simulate(
@@ -116,7 +122,9 @@ def simulated(service: ServiceTime, policy: BatchPolicy, load: OpenLoop, setting
 def primed(service: ServiceTime, policy: BatchPolicy, settings: SimulationSettings) -> Scheduler:
     """A scheduler without bounds that has seen a warm-up of the service."""
     scheduler = unbounded(policy, settings)
-    scheduler.prime(service.profile(settings.max_batch_size, settings.sizes))
+    tokens = settings.max_tokens or LONG_ROW * settings.max_batch_size
+    most = tokens if settings.lengths else settings.max_batch_size
+    scheduler.prime(service.profile(most, () if settings.lengths else settings.sizes))
     return scheduler
 
 
@@ -130,6 +138,8 @@ def unbounded(policy: BatchPolicy, settings: SimulationSettings, **more: Any) ->
         depth=settings.depth,
         horizon_s=settings.slo_s or 30.0,
         sizes=settings.sizes,
+        lengths=settings.lengths,
+        max_tokens=settings.max_tokens,
         **more,
     )
 
@@ -155,12 +165,14 @@ class Simulation:
         self.arrived: dict[int, float] = {}  # unanswered request -> arrival
         self.left: dict[int, int] = {}  # request that was cut -> unanswered rows
         self.done: list[tuple[float, float]] = []  # (arrival, response)
+        self.tokens = [0, 0]  # of requests; with padding
         for slot in range(settings.slots):
             scheduler.slot_up(slot, 0.0)
 
     def run(self, load: OpenLoop, horizon_s: float = INF) -> float:
         """Runs until the horizon or until nothing is left to do; returns the time at the end."""
         calls, scheduler, arrivals, rows = self.calls, self.scheduler, iter(load.arrivals), load.rows
+        lengths = load.lengths
         arrival, last = next(arrivals, INF), 0.0
         while True:
             wake = scheduler.wake_at
@@ -170,7 +182,8 @@ class Simulation:
                 return min(now, horizon_s) if horizon_s < INF else last
             last = now
             if arrival <= now:
-                self.arrive(now, rows[self.requests] if rows else 1)
+                place = self.requests
+                self.arrive(now, rows[place] if rows else 1, length=lengths[place] if lengths else 0)
                 arrival = next(arrivals, INF)
             elif due <= now:
                 _, _, call, arguments = heappop(calls)
@@ -182,11 +195,12 @@ class Simulation:
         """Calls back at a time, with these arguments and the time; in the order of these calls if times are equal."""
         heappush(self.calls, (t, next(self.order), call, arguments))
 
-    def arrive(self, now: float, rows: int = 1, deadline_s: float = INF) -> int:
+    def arrive(self, now: float, rows: int = 1, deadline_s: float = INF, length: int = 0) -> int:
         """Offers the next request and returns its id."""
         self.requests = id = self.requests + 1
         self.arrived[id] = self.last_arrival_s = now
-        self.scheduler.offer(Entry(id=id, rows=rows, arrival_s=now, deadline_s=now + deadline_s), now)
+        entry = Entry(id=id, rows=rows, arrival_s=now, deadline_s=now + deadline_s, length=length)
+        self.scheduler.offer(entry, now)
         return id
 
     def handle(self, event: Event, now: float) -> None:
@@ -196,7 +210,12 @@ class Simulation:
 
     def start(self, batch: Dispatch, ready: float) -> float:
         """The time at which the server has the results of a batch that is ready to run at `ready`."""
-        seconds = self.service.draw(batch.rows if self.ladder is None else self.ladder.up(batch.rows), self.rng)
+        work = batch.rows if self.ladder is None else self.ladder.up(batch.rows)
+        if self.settings.lengths:
+            work *= max(e.length for e in batch.entries)
+            self.tokens[0] += sum(e.rows * e.length for e in batch.entries)
+            self.tokens[1] += work
+        seconds = self.service.draw(work, self.rng)
         start = max(ready, self.free_s.get(batch.slot, 0.0))
         self.free_s[batch.slot] = end = start + seconds
         self.run_s[batch.batch_id] = seconds
@@ -240,6 +259,7 @@ class Simulation:
             mean_batch=rows / max(1, len(batches)),
             busy=min(1.0, sum(d for _, d in batches) / span / self.settings.slots),
             run_s=sum(n * d for n, d in batches) / max(1, rows),
+            padding=1 - self.tokens[0] / max(1, self.tokens[1]) if self.settings.lengths else 0.0,
         )
 
 

@@ -49,7 +49,7 @@ class RandomSlots:
             self.batch += 1
             slot, rows = self.rng.choice(ready), self.rng.choice((1, 1, 2, 8))
             rows = min(rows, slot.room) if slot.concurrency > 1 else rows
-            self.slots.start(self.batch, slot.number, [Entry(self.batch)], rows, self.now, False)
+            self.slots.start(self.batch, slot.number, [Entry(self.batch)], rows, rows, self.now, False)
 
     def end(self) -> None:
         if self.slots.running:

@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import penstock
+from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.batching.ladder import Ladder
 from penstock.core.columns import Block, TensorRequest
+from penstock.core.worker.main import open_model
 from penstock.core.worker.python_model import PythonModel
+from penstock.core.worker.spec import WorkerSpec
 from penstock.core.worker.tensor_model import ANY_ROWS, Input, ProgramSettings, TensorModel
 from penstock.errors import BadOutput, BadRequest, ConfigError, LoadFailed
 from penstock.types import TensorSpec
@@ -141,6 +145,23 @@ def test_rows_and_lengths_are_padded_together() -> None:
     assert [each["same"].tolist() for each in found] == [[[1, 2, 3]], [[4]]]
 
 
+def test_a_call_has_at_most_max_tokens_also_if_the_server_could_not_tell_the_lengths() -> None:
+    made = model(program := Echo())
+    made.__penstock_bound__(6)
+    found = answers(made, request([1]), request([1, 2, 3, 4]), request([2, 3]), request([4, 5], [6, 7]))
+    assert [call["ids"].shape for call in program.calls] == [(2, 2), (2, 2), (1, 4)]
+    assert [each["same"].shape for each in found] == [(1, 1), (1, 4), (1, 2), (2, 2)]
+    with pytest.raises(BadRequest, match=r"has a length of 7, more than batching.max_tokens \(6\)"):
+        made.preprocess(request([0] * 7))
+
+
+def test_with_sizes_a_call_has_the_length_of_a_class() -> None:
+    made = model(program := Echo())
+    made.__penstock_pad__(Ladder((1, 2)))
+    assert answers(made, request([1] * 10))[0]["same"].shape == (1, 10)
+    assert program.calls[0]["ids"].shape == (1, 11)
+
+
 def test_a_python_model_declares_pads_as_tensor_specs() -> None:
     class Sums:
         inputs = (TensorSpec("ids", "INT64", (-1, -1), pad=0),)
@@ -155,3 +176,30 @@ def test_a_python_model_declares_pads_as_tensor_specs() -> None:
     assert made.preprocess is not None
     items = [made.preprocess(item) for item in ([1, 2, 3], [4])]
     assert [found.tolist() for found in made.predict(items)] == [[1, 3, 6], [4]]
+
+
+def test_pad_makes_one_array_of_the_items() -> None:
+    assert penstock.pad([[1, 2, 3], [4], []], 9).tolist() == [[1, 2, 3], [4, 9, 9], [9, 9, 9]]
+    assert penstock.pad([np.ones((1, 2), np.float32), np.zeros((2, 2))]).shape == (2, 2, 2)
+    assert penstock.pad([np.ones(1, np.float32), np.ones(2, np.float32)], np.nan).dtype == np.float32
+    assert penstock.pad([]).shape == (0, 0)
+    for items, value, told in (
+        ([[1], 5], 0, "item 1 is a int, which has no length"),
+        ([[[1]], [[1, 2]]], 0, r"item 1 has the shape \[1, 2\], the first \[1, 1\]"),
+        ([[1]], 0.5, "the value 0.5 is none of the items' type, int64"),
+        ([np.ones(1, np.int8)], 300, "the value 300 is none of the items' type, int8"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            penstock.pad(items, value)
+
+
+def test_max_tokens_need_lengths() -> None:
+    def predict(items: list[Any]) -> list[Any]:
+        return items
+
+    spec = WorkerSpec("m", "1", ModelConfig(target="m:m", batching=BatchingConfig(max_tokens=100)), predict)
+    with pytest.raises(ConfigError, match=r"max_tokens: found 100 for a model without padded inputs; .* leave max_tok"):
+        open_model(spec, "cpu")
+    for wrong in (0, -4):
+        with pytest.raises(ConfigError, match=r">= 1 - at `\$.max_tokens`"):
+            penstock.model(max_tokens=wrong)

@@ -238,7 +238,8 @@ class Adaptive:
         if bucket.loose or not cost.ready or bucket.rows <= full:
             return []
         t = cost.t(full)
-        fit = (bucket.keys[-1] - now - t) * view.slots - view.busy_s  # slot time before the last batch must start
+        slots = view.slots * view.share  # the others are for other lengths
+        fit = (bucket.keys[-1] - now - t) * slots - view.busy_s * view.share  # slot time until the last one must start
         surplus = bucket.rows - max(full, int(fit / t * full) + full)
         if surplus <= 0:
             return []

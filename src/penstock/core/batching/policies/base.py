@@ -45,7 +45,7 @@ Choice = Take | Drop | WaitUntil | None
 
 class SlotBatch(Struct, eq=False):
     """A batch on a slot. `end_s` is its predicted end. On a `concurrent` slot there is no prediction, and `rows` counts
-    the rows without a response."""
+    the rows without a response. `work` is what its cost depends on: its rows, or its tokens."""
 
     id: int
     slot: int
@@ -56,6 +56,7 @@ class SlotBatch(Struct, eq=False):
     ahead: bool
     exact: bool  # from a batch that killed a worker: never merged with others
     concurrent: bool = False
+    work: int = 0
 
 
 class View(Struct, eq=False):
@@ -65,7 +66,8 @@ class View(Struct, eq=False):
     `inside_rows` wait or run. `held_s` is when entries were first held while a slot was idle (now, if none were).
     `ahead`: the batch would start in about `ahead_s` seconds, behind a running one of `ahead_rows` rows. `busy_s` is
     the predicted time that all running batches still need, together. `crowded`: the callers keep a processor busy, so
-    that they would run while a slot waits. `ladder`: the sizes to which batches are padded.
+    that they would run while a slot waits. `ladder`: the sizes to which batches are padded. `share`: the part of all
+    waiting work that the bucket has, with lengths.
     """
 
     bucket: Bucket
@@ -81,6 +83,7 @@ class View(Struct, eq=False):
     busy_s: float = 0.0
     crowded: bool = False
     ladder: Ladder | None = None
+    share: float = 1.0
 
 
 class BatchPolicy(Protocol):
