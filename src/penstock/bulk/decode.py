@@ -11,7 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.bulk.frames import Array, DecodedFrame, FrameConverter, FrameReader, GapList, jpeg_encoder
+from penstock.bulk.frames import DecodedFrame, FrameReader, GapList
+from penstock.bulk.pixels import Array, FrameConverter, jpeg_encoder
 from penstock.bulk.types import Chunk, Position, ReadPlan, ReadResult, Sampling, Stopped, Video
 from penstock.bulk.video import VideoError
 

@@ -17,8 +17,8 @@ from msgspec import Struct
 from penstock.bulk import outputs, spool
 from penstock.bulk.decode import estimate, read_chunks
 from penstock.bulk.endpoints import NotSent
-from penstock.bulk.frames import exact_kernel, jpeg_encoder
 from penstock.bulk.options import JPEG_SHARE, JobOptions, JobPlan, make_plan
+from penstock.bulk.pixels import exact_kernel, jpeg_encoder
 from penstock.bulk.progress import JobSummary, Progress, ProgressReporter, RateWindow, duration, make_reporter
 from penstock.bulk.sender import ChunkSender
 from penstock.bulk.servers import NOT_UP, ServerInfo, ask, require_same

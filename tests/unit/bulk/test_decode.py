@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.bulk.decode import BlockPool, FrameSampler, PoolBlock, estimate, read_chunks
-from penstock.bulk.frames import FrameConverter
+from penstock.bulk.pixels import FrameConverter
 from penstock.bulk.types import Chunk, Pixels, Position, ReadPlan, ReadResult, Sampling, Stopped, Video
 from penstock.bulk.video import VideoError
 from support.videos import make_clip, number_of
