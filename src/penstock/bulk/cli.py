@@ -80,7 +80,7 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
         **{
             name: flags[name]
             for name in (
-                "inputs", "servers", "model", "ca", "pixels", "kernel", "mode", "decoders",
+                "inputs", "servers", "model", "ca", "pixels", "kernel", "tone_map", "deinterlace", "mode", "decoders",
                 "memory_bytes", "give_up_s", "wait_s", "from0", "extensions", "on_damage", "restart", "retry_failed",
             )
         },
@@ -138,6 +138,8 @@ class SignalHandlers:
     "--kernel", type=click.Choice(["fast", "exact"]), default="fast", show_default=True,
     help="How frames are scaled: exact matches the model's own processor and needs torch.",
 )  # fmt: skip
+@click.option("--tone-map", is_flag=True, help="Convert HDR to the colours of ordinary video.")
+@click.option("--deinterlace", is_flag=True, help="Send one field of interlaced frames.")
 @click.option(
     "--mode", type=click.Choice(["stream-prebatch", "stream-single", "single"]), default="stream-prebatch",
     show_default=True, help="How frames are sent; the last two are for comparison.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections import deque
@@ -16,8 +17,11 @@ from penstock.bulk.pixels import Array, FrameConverter, jpeg_encoder
 from penstock.bulk.types import Chunk, Position, ReadPlan, ReadResult, Sampling, Stopped, Video
 from penstock.bulk.video import VideoError
 
+_logger = logging.getLogger("penstock.bulk")
+
 Decision = Literal["take", "skip", "end"]
 
+_said: set[str] = set()  # warnings: a disk may hold thousands of such videos
 ROUNDING_S = 1e-6  # times are floats of exact fractions: far above their error, far below the duration of any frame
 
 
@@ -109,6 +113,9 @@ class _ChunkBuilder:
         """Converts a frame. The first one of a chunk waits for memory. Raises VideoError, Stopped."""
         if not self.started:
             self._start(*self._converter.size(frame.picture), frame.number)
+            if (ignored := self._converter.ignores(frame.picture)) and ignored not in _said:
+                _said.add(ignored)
+                _logger.warning("%s is %s; further such videos are not named", self._video.name, ignored)
         row = self._rows[0 if self._encode is not None else len(self._samples)]
         try:
             self._converter.convert(frame.picture, row)

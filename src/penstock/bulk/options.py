@@ -36,6 +36,8 @@ class JobOptions(Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     pixels: PixelMode = "server-size"
     kernel: Kernel = "fast"
+    tone_map: bool = False
+    deinterlace: bool = False
     on_damage: OnDamage = "skip"
     mode: SendMode = "stream-prebatch"
     prebatch_size: int | None = None
@@ -83,7 +85,7 @@ def make_plan(options: JobOptions, servers: list[ServerInfo], videos: int, cores
     height, width = (None, None) if source else (first.height, first.width)
     return JobPlan(
         sampling=options.sampling,
-        pixels=Pixels(options.pixels, options.kernel, height, width),
+        pixels=Pixels(options.pixels, options.kernel, height, width, options.tone_map, options.deinterlace),
         chunk_size=rows,
         frame_bytes=frame_bytes,
         pool_bytes=max(memory_bytes, chunk_bytes * (ROUND if rounds else 2)),

@@ -17,6 +17,14 @@ from penstock.bulk.video import VideoError, av_library
 from penstock.errors import ConfigError, install_hint
 
 JPEG_QUALITY = 90
+PQ, HLG = 16, 18  # transfer characteristics of HDR in ITU-T H.273
+WHITE_NITS = 203  # diffuse white of HDR in ITU-R BT.2408
+PEAK_NITS = 1000  # of HLG's nominal display, and of most PQ masters
+KNEE = 0.5  # of diffuse white: darker colours stay, brighter ones are compressed
+LUMINANCE = np.array((0.2627, 0.6780, 0.0593), np.float32)  # of BT.2020's primaries
+TO_BT709 = np.array(  # ITU-R BT.2087
+    ((1.6605, -0.5876, -0.0728), (-0.1246, 1.1329, -0.0083), (-0.0182, -0.1006, 1.1187)), np.float32
+)
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -51,37 +59,100 @@ class FrameConverter:
             self._rotation, self._orientation = picture.rotation, _orientation_of(tiny)
         return self._orientation
 
+    def ignores(self, picture: Any) -> str:
+        """What sets a frame apart and is not taken care of, or ""."""
+        if picture.color_trc in (PQ, HLG) and not self.pixels.tone_map:
+            return "HDR: its colours are sent as they are stored, paler than they look; --tone-map converts them"
+        if picture.interlaced_frame and not self.pixels.deinterlace:
+            return "interlaced: moving edges are combs; --deinterlace sends one field of each frame"
+        return ""
+
     def convert(self, picture: Any, into: Array) -> None:
         """Writes a frame to `into`, `[height, width, 3]` uint8. Raises VideoError if it cannot be converted."""
         turns, mirrored = self._oriented(picture)
+        if self.pixels.deinterlace and picture.interlaced_frame:
+            picture = _top_field(picture)
         height, width = into.shape[:2]
         if turns % 2:
             height, width = width, height
         if self._exact is None:
-            rgb = _to_rgb(self._reformatter, picture, width=width, height=height, interpolation=self._area)
-            upright = rgb_view(rgb)
+            upright = self._rgb(picture, width=width, height=height, interpolation=self._area)
         else:
-            upright = self._exact(rgb_view(_to_rgb(self._reformatter, picture)), height, width)
+            upright = self._exact(self._rgb(picture), height, width)
         if mirrored:
             upright = upright[:, ::-1]
         if turns:
             upright = np.rot90(upright, turns)
         np.copyto(into, upright)
 
+    def _rgb(self, picture: Any, **how: Any) -> Array:
+        """`[height, width, 3]` uint8."""
+        if self.pixels.tone_map and picture.color_trc in (PQ, HLG):
+            deep = _to_rgb(self._reformatter, picture, "rgb48le", **how)
+            rows: Array = rgb_view(deep, 6).reshape(-1).view("<u2").reshape(deep.height, deep.width, 3)
+            return tone_mapped(rows, picture.color_trc)
+        return rgb_view(_to_rgb(self._reformatter, picture, **how))
 
-def _to_rgb(reformatter: Any, picture: Any, **how: Any) -> Any:
-    """The frame as rgb24. Raises VideoError."""
+
+def _to_rgb(reformatter: Any, picture: Any, form: str = "rgb24", **how: Any) -> Any:
+    """The frame as rgb24 or another form. Raises VideoError."""
     try:
-        return reformatter.reformat(picture, format="rgb24", threads=1, **how)
+        return reformatter.reformat(picture, format=form, threads=1, **how)
     except (OSError, ValueError) as error:
         raise VideoError(f"its pixels ({picture.format.name}) cannot be converted: {error}") from error
 
 
-def rgb_view(rgb: Any) -> Array:
-    """`[height, width, 3]` uint8 over the memory of an rgb24 frame, without the padding of its rows."""
+def rgb_view(rgb: Any, pixel_bytes: int = 3) -> Array:
+    """`[height, width, pixel_bytes]` uint8 over the memory of an RGB frame, without the padding of its rows."""
     plane = rgb.planes[0]
-    rows = np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)[: rgb.height, : rgb.width * 3]
-    return rows.reshape(rgb.height, rgb.width, 3)
+    rows = np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)[: rgb.height, : rgb.width * pixel_bytes]
+    return rows.reshape(rgb.height, rgb.width, pixel_bytes)
+
+
+def _top_field(picture: Any) -> Any:
+    """Every second row of a frame. A video's fields are moments apart, and its neighbours need not be decoded."""
+    field = av_library().VideoFrame(picture.width, picture.height // 2, picture.format.name)
+    for source, target in zip(picture.planes, field.planes, strict=True):
+        rows, into = (np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size) for plane in (source, target))
+        width = min(source.line_size, target.line_size)
+        into[:, :width] = rows[::2][: len(into), :width]
+    for name in ("colorspace", "color_range", "color_primaries", "color_trc"):
+        setattr(field, name, getattr(picture, name))
+    return field
+
+
+@functools.cache
+def _light(curve: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """`[65536]`: the light of each 16-bit signal, PQ in units of diffuse white, HLG of the scene's peak.
+
+    From SMPTE ST 2084 and ITU-R BT.2100.
+    """
+    signal = np.linspace(0, 1, 65536)
+    if curve == HLG:
+        bright = (np.exp((signal - 0.55991073) / 0.17883277) + 0.28466892) / 12
+        return np.where(signal <= 0.5, signal**2 / 3, bright).astype(np.float32)
+    root = signal ** (1 / 78.84375)
+    nits = 10_000 * (np.maximum(root - 0.8359375, 0) / (18.8515625 - 18.6875 * root)) ** (1 / 0.1593017578125)
+    return (nits / WHITE_NITS).astype(np.float32)
+
+
+def tone_mapped(rgb: np.ndarray[Any, Any], curve: int) -> Array:
+    """BT.2020 of the curve PQ or HLG, `[height, width, 3]` uint16, as BT.709 uint8.
+
+    Highlights up to `PEAK_NITS` are compressed as in Reinhard's extended operator, alike in all channels, so that hues
+    stay.
+    """
+    light = _light(curve)[rgb]
+    if curve == HLG:  # the display's own exponent, for PEAK_NITS
+        light *= PEAK_NITS / WHITE_NITS * (light @ LUMINANCE)[..., None] ** 0.2
+    light = np.maximum(light @ TO_BT709.T, 0)
+    brightest = light.max(axis=-1, keepdims=True)
+    over = np.maximum(brightest - KNEE, 0) / (1 - KNEE)
+    most = (PEAK_NITS / WHITE_NITS - KNEE) / (1 - KNEE)
+    shown = np.minimum(brightest, KNEE) + (1 - KNEE) * over * (1 + over / most**2) / (1 + over)
+    light *= shown / np.maximum(brightest, 1e-6)
+    signal: Array = np.rint(255 * np.minimum(light, 1) ** (1 / 2.4)).astype(np.uint8)
+    return signal  # for a display of ITU-R BT.1886
 
 
 def _orientation_of(picture: Any) -> tuple[int, bool]:

@@ -236,6 +236,7 @@ def fingerprint(parameters: dict[str, Any], sampling: Sampling, pixels: Pixels) 
     """
     model = {key: parameters.get(key) for key in MODEL_KEYS}
     form = {"pixels": pixels.mode, "kernel": pixels.kernel, "height": pixels.height, "width": pixels.width}
+    form |= {"tone_map": pixels.tone_map or None, "deinterlace": pixels.deinterlace or None}
     if pixels.mode == "source":
         form["kernel"] = None  # the client scales nothing
     return {"format": FORMAT} | model | msgspec.structs.asdict(sampling) | form

@@ -37,13 +37,16 @@ class Pixels(Struct, frozen=True):
 
     "server-size" sends raw pixels at that size, "jpeg" compresses them, "source" sends raw pixels unscaled. Kernel
     "fast" is swscale's area average directly from YUV; "exact" is antialiased bicubic on RGB and matches the Hugging
-    Face processor within one level.
+    Face processor within one level. `tone_map` converts HDR to the colours of ordinary video; `deinterlace` keeps one
+    field of interlaced frames.
     """
 
     mode: PixelMode = "server-size"
     kernel: Kernel = "fast"
     height: int | None = None
     width: int | None = None
+    tone_map: bool = False
+    deinterlace: bool = False
 
 
 class ReadPlan(Struct, frozen=True, kw_only=True):

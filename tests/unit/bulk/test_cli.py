@@ -35,6 +35,7 @@ def test_the_flags_become_the_options_of_a_job(options: list[JobOptions]) -> Non
         --start 1:30 --end 1:00:00.5 --max-frames 7 --pixels jpeg --kernel exact --mode single --prebatch-size 8
         --decoders 2 --memory 1.5Mi --give-up 5 --wait 0 --from0 --retry-failed --restart
         --extensions mp4,.MKV --extensions gif --on-damage stop --stream 1
+        --tone-map --deinterlace
     """.split()  # noqa: SIM905 - as they are typed
     assert invoke("a.mp4", "b", *flags).exit_code == 0
     (found,) = options
@@ -44,7 +45,7 @@ def test_the_flags_become_the_options_of_a_job(options: list[JobOptions]) -> Non
     assert found.outputs.files == (Path("out/c.parquet"), Path("out/c.csv"))
     assert (found.work, found.failures) == (Path("out/c.parquet.work"), Path("out/failures.jsonl"))
     assert (found.sampling.every, found.sampling.start_s, found.sampling.end_s) == (3, 90.0, 3600.5)
-    assert found.sampling.stream == 1
+    assert (found.sampling.stream, found.tone_map, found.deinterlace) == (1, True, True)
     assert (found.pixels, found.kernel, found.mode, found.prebatch_size) == ("jpeg", "exact", "single", 8)
     assert (found.memory_bytes, found.give_up_s, found.wait_s, found.decoders) == (3 * 2**19, 5.0, 0.0, 2)
     assert found.from0

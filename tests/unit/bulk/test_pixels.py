@@ -12,8 +12,11 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from penstock.bulk.pixels import FrameConverter, jpeg_encoder
-from penstock.bulk.types import Pixels
+from penstock.bulk import decode as decode_module
+from penstock.bulk import pixels as pixels_module
+from penstock.bulk.decode import BlockPool, read_chunks
+from penstock.bulk.pixels import FrameConverter, jpeg_encoder, tone_mapped
+from penstock.bulk.types import Pixels, ReadPlan, Video
 from penstock.errors import ConfigError
 from support.videos import make_clip, number_of, picture
 
@@ -107,6 +110,72 @@ def test_a_mirrored_recording_is_mirrored_back(tmp_path: Path) -> None:
     shown = first(path)
     assert number_of(painted(shown, Pixels(mode="source"))[:, ::-1]) == 5
     assert number_of(painted(shown, Pixels(height=96, width=160))[:, ::-1]) == 5
+
+
+def hdr(nits: float, curve: int) -> Any:
+    """A grey frame of so much light, as a 10-bit camera or master stores it."""
+    if curve == pixels_module.PQ:
+        power = (nits / 10_000) ** 0.1593017578125
+        signal = ((0.8359375 + 18.8515625 * power) / (1 + 18.6875 * power)) ** 78.84375
+    else:
+        scene = (nits / 1000) ** (1 / 1.2)
+        signal = (3 * scene) ** 0.5 if scene <= 1 / 12 else 0.17883277 * np.log(12 * scene - 0.28466892) + 0.55991073
+    frame = av.VideoFrame(64, 48, "yuv420p10le")
+    for plane, level in zip(frame.planes, (64 + 876 * signal, 512, 512), strict=True):
+        plane.update(np.full(plane.buffer_size // 2, round(level), "<u2").tobytes())
+    frame.color_trc, frame.color_primaries, frame.colorspace, frame.color_range = curve, 9, 9, 1
+    return frame
+
+
+@pytest.mark.parametrize("kernel", ["fast", "exact"])
+@pytest.mark.parametrize("curve", [pixels_module.PQ, pixels_module.HLG])
+def test_hdr_is_converted_to_the_brightness_of_ordinary_video(kernel: Any, curve: int) -> None:
+    def level(nits: float, **options: Any) -> int:
+        into = painted(hdr(nits, curve), Pixels(kernel=kernel, height=24, width=32, **options))
+        assert int(into.max()) - int(into.min()) <= 2  # grey stays grey
+        return int(into[12, 16, 1])
+
+    assert level(0, tone_map=True) == 0
+    assert level(50, tone_map=True) == pytest.approx(255 * (50 / 203) ** (1 / 2.4), abs=3)  # below the knee: as it is
+    levels = [level(nits, tone_map=True) for nits in (10, 50, 100, 203, 400, 700, 1000)]
+    assert levels == sorted(set(levels))  # nothing below the peak is clipped
+    assert levels[3] > 220
+    assert levels[-1] >= 254
+    assert level(203) < 195  # white looks grey without it
+
+
+def test_hues_survive_tone_mapping() -> None:
+    red = np.zeros((2, 2, 3), np.uint16)
+    red[..., 0], red[..., 1:] = 45_000, 20_000
+    mapped = tone_mapped(red, pixels_module.PQ)[0, 0].astype(int)
+    assert mapped[0] > 2 * mapped[1]
+    assert abs(mapped[1] - mapped[2]) < 30
+
+
+def test_deinterlacing_sends_one_field_of_interlaced_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(decode_module, "_said", set())
+    path = tmp_path / "a.mkv"
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("libx264", rate=25, options={"x264-params": "tff=1", "crf": "5"})
+        stream.width, stream.height, stream.pix_fmt = *SIZE, "yuv420p"
+        for number in range(3):
+            fields = picture(number, *SIZE)
+            fields[1::2] = picture(1000 + number, *SIZE)[1::2]
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(fields, format="rgb24")))
+        out.mux(stream.encode())
+    for pixels in Pixels(height=96, width=320), Pixels(height=96, width=320, deinterlace=True):
+        pool, plan = BlockPool(1 << 20, 1 << 20), ReadPlan(pixels=pixels, chunk_size=8)
+        (chunk,) = read_chunks(Video(str(path), "a.mkv", 0, 0), plan, pool)
+        assert isinstance(chunk.pixels, np.ndarray)
+        worst = [
+            np.abs(shown[:20].astype(int) - picture(n, *SIZE)[:40:2]).mean() for n, shown in enumerate(chunk.pixels)
+        ]
+        assert max(worst) < 15 if pixels.deinterlace else min(worst) > 40
+    (record,) = caplog.records
+    assert record.getMessage().startswith("a.mkv is interlaced: moving edges are combs; --deinterlace sends one field")
+    assert painted(frame_of(fields), Pixels(mode="source", deinterlace=True)).shape == (192, 320, 3)
 
 
 @pytest.mark.parametrize("without", [None, "simplejpeg"])
