@@ -81,6 +81,9 @@ class BulkJob:
 
     def _run(self, folder: WorkFolder, videos: list[Video]) -> JobSummary:
         options = self.options
+        if not options.servers and folder.fingerprint() is None:
+            raise ConfigError(f"no --server is given, and {folder.path} has no captions to write outputs from")
+        folder.own([*options.outputs.written(videos), options.failures])
         servers = self.servers()
         summary = JobSummary()
         if servers:
@@ -93,8 +96,6 @@ class BulkJob:
             self.running = True
             summary = run.caption()
             self.running = False
-        elif folder.fingerprint() is None:
-            raise ConfigError(f"no --server is given, and {folder.path} has no captions to write outputs from")
         self._finish(folder, videos, summary)
         return summary
 

@@ -47,6 +47,12 @@ class OutputPaths(Struct, frozen=True):
     def all(self) -> list[Path]:
         return [*self.files, *(folder for folder in (self.vtt, self.srt) if folder is not None)]
 
+    def written(self, videos: Sequence[Video]) -> list[Path]:
+        """Every file that may be written for these videos."""
+        names = subtitle_names(videos).values()
+        folders = ((self.vtt, ".vtt"), (self.srt, ".srt"))
+        return [*self.files, *(folder / (name + suffix) for folder, suffix in folders if folder for name in names)]
+
 
 class FailureRecord(Struct, frozen=True, omit_defaults=True):
     """A line of failures.jsonl: a video that failed, or has `gaps`. Its `captions` are kept and are in the outputs."""

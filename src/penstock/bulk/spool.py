@@ -330,6 +330,20 @@ class WorkFolder:
         except (OSError, msgspec.DecodeError, KeyError) as e:
             raise FolderError(f"cannot read {file}: {e}; --restart begins anew") from e
 
+    def own(self, files: Iterable[Path]) -> None:
+        """Records the outputs of the job. Raises FolderError if one exists that no run of this job wrote."""
+        record = self.path / "outputs.json"
+        names = {os.path.relpath(file, self.path.parent): file for file in files}
+        try:
+            known = msgspec.json.decode(record.read_bytes(), type=set[str])
+        except FileNotFoundError:
+            known = set(names) if self.fingerprint() else set()  # earlier versions kept no record
+        except (OSError, msgspec.DecodeError) as e:
+            raise FolderError(f"cannot read {record}: {e}; delete it to let the job replace its outputs") from e
+        if foreign := next((file for name, file in names.items() if name not in known and os.path.lexists(file)), None):
+            raise FolderError(f"'{foreign}' exists, and this job did not write it: move it away, or name another file")
+        write_atomically(record, msgspec.json.encode(sorted(known | set(names))))
+
     def save_videos(self, videos: Iterable[Video]) -> None:
         """Saves the list of videos for a later run without inputs. Raises FolderError."""
         lines = (_VideoLine(os.fsencode(v.path), v.name, v.bytes, v.mtime_ns) for v in videos)

@@ -18,7 +18,7 @@ from penstock.bulk.outputs import OutputPaths
 from penstock.bulk.progress import JobSummary
 from penstock.bulk.sender import Undelivered
 from penstock.bulk.servers import ServerInfo, ServersDiffer
-from penstock.bulk.spool import FingerprintDiffers
+from penstock.bulk.spool import FingerprintDiffers, FolderError
 from penstock.bulk.types import Chunk, Sampling, Video
 from penstock.errors import ConfigError, PenstockError, Unauthorized
 from support.bulk import FakeParts, FakeVideos, RecordingReporter, job_options, server_info
@@ -55,6 +55,28 @@ def test_every_frame_is_captioned_once_and_in_order(tmp_path: Path) -> None:
     assert captions(tmp_path) == expected(source)
     assert (summary.exit_code, summary.complete, summary.frames, summary.new_frames) == (0, 5, 254, 254)
     assert not (tmp_path / "failures.jsonl").exists()
+
+
+def test_a_file_that_the_job_did_not_write_is_never_replaced(tmp_path: Path) -> None:
+    source = videos(tmp_path, 3)
+    also = {"outputs": OutputPaths((tmp_path / "captions.jsonl", tmp_path / "b.csv"), vtt=tmp_path / "vtt")}
+    (tmp_path / "vtt").mkdir()
+    for name in ("captions.jsonl", "b.csv", "failures.jsonl", "vtt/a.vtt"):
+        (tmp_path / name).write_text("precious")
+        fake = FakeParts()
+        with pytest.raises(FolderError, match=rf"{name}' exists, and this job did not write it: move it away"):
+            run(tmp_path, fake, source, restart=True, **also)
+        assert (fake.videos.read, (tmp_path / name).read_text()) == ([], "precious")
+        (tmp_path / name).unlink()
+    run(tmp_path, FakeParts(), source)
+    run(tmp_path, FakeParts(), source, **also)  # its own file, and new ones
+    assert (tmp_path / "vtt" / "a.vtt").exists()
+    other = {"work": tmp_path / "other.jsonl.work", "failures": tmp_path / "f.jsonl"}
+    with pytest.raises(FolderError, match=r"captions.jsonl' exists"):
+        run(tmp_path, FakeParts(), source, **other)
+    assert captions(tmp_path) == expected(source)
+    (tmp_path / "captions.jsonl.work" / "outputs.json").unlink()  # as an earlier version left it
+    run(tmp_path, FakeParts(), source)
 
 
 def test_a_second_run_sends_nothing_and_writes_the_same(tmp_path: Path) -> None:
