@@ -104,18 +104,23 @@ def make(made: dict[str, Any], request: pytest.FixtureRequest) -> Start:
 # ---- behavior that users rely on
 
 
-def test_both_modules_export_the_same_objects() -> None:
-    module = importlib.import_module("service_streamer")
-    for name in SERVICE_STREAMER_NAMES:
-        assert getattr(module, name) is getattr(penstock, name)
-    assert not hasattr(module, "Stream")
-
-
-def test_the_modules_of_service_streamer_can_be_imported_and_its_installation_brings_redis() -> None:
-    for module, names in (("managed_model", ["ManagedModel"]), ("service_streamer", SERVICE_STREAMER_NAMES)):
-        found = importlib.import_module(f"service_streamer.{module}")
+def test_the_modules_of_service_streamer_export_its_names_and_its_installation_brings_redis() -> None:
+    inner = importlib.import_module("service_streamer.service_streamer")
+    modules = {
+        "": SERVICE_STREAMER_NAMES,
+        ".managed_model": ["ManagedModel"],
+        ".service_streamer": SERVICE_STREAMER_NAMES,
+    }
+    for module, names in modules.items():
+        found = importlib.import_module(f"service_streamer{module}")
         assert sorted(found.__all__) == sorted(names)
-        assert all(getattr(found, name) is getattr(penstock, name) for name in names)
+        for name in names:
+            assert getattr(found, name) is getattr(inner, name)
+            if name.endswith("Streamer"):
+                assert issubclass(getattr(found, name), getattr(penstock, name))
+            else:
+                assert getattr(found, name) is getattr(penstock, name)
+        assert not hasattr(found, "Stream")
     project = tomllib.loads((COMPAT / "pyproject.toml").read_text())["project"]
     assert project["dependencies"] == ["penstock[redis]"]
 
@@ -209,6 +214,25 @@ def test_set_gpu_id_sets_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     assert penstock.ManagedModel().model is None
 
 
+@pytest.mark.parametrize("name", ["ThreadedStreamer", "Streamer"])
+def test_the_old_module_waits_as_long_as_its_own_constant_says_and_then_goes_on(
+    models: ModuleType, paths: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    module = importlib.import_module("service_streamer.service_streamer")
+    monkeypatch.setattr(module, "WORKER_TIMEOUT", 0.2)
+    began = time.monotonic()
+    with getattr(module, name)(models.SlowToLoad, 8) as streamer:
+        assert streamer._wait_for_worker_ready() is None
+        assert streamer._wait_for_worker_ready(0.1) is None
+        assert time.monotonic() - began < 2
+        with pytest.raises(TimeoutError, match=r"no answer within 0.2 s: the model is still being loaded"):
+            streamer.predict([1])
+        streamer._wait_for_worker_ready(20)
+        assert streamer.predict([1]) == [1]
+    with getattr(module, name)(models.double, 8, 0.1, worker_timeout=20) as streamer:
+        assert streamer.predict([1]) == [2]
+
+
 def test_worker_timeout_is_a_built_in_timeout_error(start: Start, models: ModuleType) -> None:
     streamer = start(models.slow, 1, worker_timeout=0.3)
     streamer._wait_for_worker_ready(20)
@@ -299,7 +323,7 @@ def test_pain_3_a_model_that_is_not_loaded_in_time_is_an_error(make: Start, mode
 
 
 def test_pain_3_a_constructor_that_waits_too_long_warns_and_does_not_abort_the_load(models: ModuleType) -> None:
-    with pytest.warns(RuntimeWarning, match="no answer within 0.2 s: the model is still being loaded; calls wait"):
+    with pytest.warns(RuntimeWarning, match=r"no answer within 0.2 s: the model is still being loaded; calls wait"):
         streamer = penstock.Streamer(models.SlowToLoad, 8, wait_for_worker_ready=True, worker_timeout=0.2)
     with streamer:
         assert streamer.submit([1]).result(20) == [1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import penstock
+from service_streamer import service_streamer
 
 __all__ = [
     "Future",
@@ -18,4 +18,4 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(penstock, name)
+    return getattr(service_streamer, name)

@@ -225,7 +225,8 @@ def _ports(port: int, pid: int | None) -> list[int]:
     if pid is None:
         return [p for p in usual if p < 65536]
     try:
-        found = psutil.Process(pid).net_connections("tcp")
+        process = psutil.Process(pid)
+        found = (getattr(process, "net_connections", None) or process.connections)("tcp")  # the name before psutil 6
     except psutil.Error:
         return [port]
     own = {int(c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN}

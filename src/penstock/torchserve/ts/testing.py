@@ -3,11 +3,14 @@
 Source: `ts/model_loader.py`, `ts/launcher.py` and the test utilities of TorchServe 0.12.0.
 """
 
+import hashlib
 import importlib
 import json
 import os
 import shutil
 import subprocess
+import tempfile
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -123,6 +126,18 @@ class MockContext:
 
     def get_request_header(self, idx: int, exp: str) -> bool:
         return bool(idx and exp and self.explain)
+
+
+def download_model(model_url: str, model_dir: Path) -> None:
+    """Puts the file at the URL into `model_dir` as `model.pt`. The user's cache keeps it for the next call."""
+    kept = Path.home() / ".cache" / "penstock" / hashlib.sha256(model_url.encode()).hexdigest()[:16]
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
+            with urllib.request.urlopen(model_url) as source:
+                shutil.copyfileobj(source, file)
+            os.replace(file.name, kept)
+    shutil.copy(kept, Path(model_dir) / "model.pt")
 
 
 def copy_files(src_dir: Path, dst_dir: Path, files: Mapping[str, str]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.torchserve.ts.testing import ModelLoaderFactory
+from penstock.torchserve.ts.testing import ModelLoaderFactory, download_model
 
 pytestmark = pytest.mark.usefixtures("forget_modules")
 
@@ -33,3 +33,15 @@ def test_no_manifest_is_needed(tmp_path: Path, monkeypatch):
     service = ModelLoaderFactory.get_model_loader().load("net", str(tmp_path), f"{name}:run", None, 1)
     assert service.handle(["x"], service.context) == ["x"]
     assert service.context.manifest is None
+
+
+def test_a_model_is_downloaded_once(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "net.pt").write_bytes(b"weights")
+    url = (tmp_path / "net.pt").as_uri()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        download_model(url, tmp_path / name)
+        assert (tmp_path / name / "model.pt").read_bytes() == b"weights"
+        (tmp_path / "net.pt").unlink(missing_ok=True)
+    assert len(list((tmp_path / "home").rglob("*"))) == 3  # .cache/penstock and one file
