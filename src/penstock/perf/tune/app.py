@@ -21,6 +21,7 @@ import psutil
 
 from penstock.client.endpoint import Unreachable, tls_context
 from penstock.client.response import HttpResponse
+from penstock.config.schema import ModelConfig
 from penstock.core.engine.rules import queue_bound
 from penstock.core.readings import Gpus
 from penstock.core.worker.devices import expanded
@@ -287,6 +288,9 @@ class AppUnderTest:
             return f"does not load: {found.message}"
         if why := found.failure:
             return f"cannot answer: {why}"
+        rows = self._profiles.config(settings).batching.max_batch_size
+        if why := found.refusal(1 if rows == "auto" else rows):
+            return why
         if found.alone and (settings.whole("batch") or 1) > 1:
             return f"its requests run one by one: {found.alone}"
         assert self._expected is not None, "started"
@@ -404,6 +408,10 @@ class _Profiles:
             cost_s=found.cost_s,
         )
 
+    def config(self, settings: CandidateSettings) -> ModelConfig:
+        """The configuration of the model with these settings."""
+        return self._model.with_settings(settings)
+
     def _memory_is_short(self, settings: CandidateSettings) -> bool:
         """Whether there may be no room for one more instance next to the server's."""
         return self._devices(settings)[0].startswith("cuda") or 2 * free_bytes() < self._free_bytes
@@ -412,7 +420,7 @@ class _Profiles:
         largest = max((v for v in self._space.values("batch") if isinstance(v, int)), default=1)
         return ProfileRequest(
             name=self._model.name,
-            config=self._model.with_settings(settings),
+            config=self.config(settings),
             device=self._devices(settings)[0],
             sys_path=list(dict.fromkeys([os.getcwd(), *(p for p in sys.path if p)])),  # as the server finds modules
             bodies=self.bodies,
@@ -422,7 +430,7 @@ class _Profiles:
         )
 
     def _devices(self, settings: CandidateSettings) -> tuple[str, ...]:
-        return expanded(self._model.with_settings(settings).devices)
+        return expanded(self.config(settings).devices)
 
 
 def _body(payload: Payload, path: str) -> RequestBody:

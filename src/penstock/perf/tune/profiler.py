@@ -11,8 +11,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import IO, Any, Final
 
 import msgspec
@@ -70,15 +71,18 @@ class InstanceProfile(Struct, tag="profile"):
 
     `curve`: rows -> median seconds of a batch. `memory_bytes`: memory of the process at the end, excluding shared
     memory; `device_bytes`: the most that PyTorch reserved on the GPU, else 0. `oom_rows`: the size that ran out of
-    memory. `error`: the model failed on a request of `bodies`, which ended the timing. `ignores`: those of `LOAD_KEYS`
-    that the model does not accept. `alone`: why requests run one by one, "" if they share batches. `cost_s`: the time
-    that the profile took, with the start of the process.
+    memory. `fatal_rows`: the size that the process did not survive, as `fatal` says. `error`: the model failed on a
+    request of `bodies`, which ended the timing. `ignores`: those of `LOAD_KEYS` that the model does not accept.
+    `alone`: why requests run one by one, "" if they share batches. `cost_s`: the time that the profile took, with the
+    start of the process.
     """
 
     curve: dict[int, float] = field(default_factory=dict)
     memory_bytes: int = 0
     device_bytes: int = 0
     oom_rows: int | None = None
+    fatal_rows: int | None = None
+    fatal: str = ""
     responses: list[SampleResponse] = field(default_factory=list)
     error: str = ""
     ignores: list[str] = field(default_factory=list)
@@ -88,7 +92,11 @@ class InstanceProfile(Struct, tag="profile"):
     @property
     def failure(self) -> str:
         """Why one instance alone cannot serve the requests; "" if it can."""
-        return self.error or ("a single request runs out of memory" if self.oom_rows == 1 else "")
+        return self.error or ("a single request runs out of memory" if self.oom_rows == 1 else self.refusal(1))
+
+    def refusal(self, rows: int) -> str:
+        """Why batches of so many rows must not be used; "" if they may."""
+        return self.fatal if self.fatal_rows is not None and rows >= self.fatal_rows else ""
 
 
 class _Failure(Struct, tag="failure"):
@@ -101,8 +109,8 @@ class _Failure(Struct, tag="failure"):
 def profile_instance(request: ProfileRequest) -> InstanceProfile:
     """The profile of one instance. Blocks; the process ends with this call and with this process.
 
-    It has the environment of a worker. Raises LoadFailed, with the process's output in its detail,
-    if the model does not load, ends its process, or exceeds its own limits.
+    It has the environment of a worker. A batch that ends the process, or is too slow for it, ends the profile. Raises
+    LoadFailed, with the process's output in its detail, if that happens before, or the model does not load.
     """
     spec = WorkerSpec(request.name, request.config.version, request.config, request.config.target)
     env, inner = environment(spec, request.device, os.environ)
@@ -134,13 +142,16 @@ def profile_instance(request: ProfileRequest) -> InstanceProfile:
             process.stdin.close()
         content = _whole(found)
         text = _whole(output)[-_PRINTED:].decode(errors="replace").strip()
-    if late:
+    if late and not content:
         raise LoadFailed(f"'{request.name}' alone on {request.device} took longer than {limit_s:g} s", detail=text)
     if not content:
         raise LoadFailed(f"the process of '{request.name}' ended while the model was loaded and timed", detail=text)
     profile = msgspec.msgpack.decode(content, type=InstanceProfile | _Failure)
     if isinstance(profile, _Failure):
         raise LoadFailed(profile.message, detail="\n".join(filter(None, (profile.detail, text))))
+    if profile.fatal_rows is not None:
+        what = f"takes longer than {limit_s:g} s" if late else "ends the process of the model"
+        profile.fatal = f"a batch of {profile.fatal_rows} {what}"
     return profile
 
 
@@ -160,13 +171,18 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     found: InstanceProfile | _Failure
     try:
-        found = profile_here(request)
+        found = profile_here(request, partial(_save, out))
     except PenstockError as error:
         found = _Failure(error.message, error.detail)
-    with os.fdopen(out, "wb") as file:
-        file.write(msgspec.msgpack.encode(found))
+    _save(out, found)
     sys.stdout.flush()
     os._exit(0)  # the model's own threads must not delay the exit
+
+
+def _save(file: int, found: InstanceProfile | _Failure) -> None:
+    content = msgspec.msgpack.encode(found)
+    os.pwrite(file, content, 0)
+    os.ftruncate(file, len(content))
 
 
 def _end_with_parent() -> None:
@@ -175,8 +191,13 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def profile_here(request: ProfileRequest) -> InstanceProfile:
-    """Loads the model in this process and runs it. Raises LoadFailed, TargetNotFound, ConfigError."""
+def profile_here(
+    request: ProfileRequest, save: Callable[[InstanceProfile], None] = lambda profile: None
+) -> InstanceProfile:
+    """Loads the model in this process and runs it. `save` keeps the figures before a batch that may end the process.
+
+    Raises LoadFailed, TargetNotFound, ConfigError.
+    """
     # the sizes are timed below with real requests, unpadded: the model's own warm-up only covers its first calls, and
     # shows whether two rows depend on each other
     batching = msgspec.structs.replace(request.config.batching, max_batch_size=2, sizes="any")
@@ -188,16 +209,21 @@ def profile_here(request: ProfileRequest) -> InstanceProfile:
     if ready.metadata.unbatched:
         profile.alone = ready.coupled or 'rows = "none"'
     profile.responses = [_sample_response(_run(runner, [sample])) for sample in request.samples]
-    _time(runner, request, profile)
+    _time(runner, request, profile, save)
+    profile.fatal_rows = None
     profile.memory_bytes, profile.device_bytes = _memory()
     return profile
 
 
-def _time(runner: BatchRunner, request: ProfileRequest, profile: InstanceProfile) -> None:
+def _time(
+    runner: BatchRunner, request: ProfileRequest, profile: InstanceProfile, save: Callable[[InstanceProfile], None]
+) -> None:
     end = time.monotonic() + BUDGET_S
     for size in [n for n in request.sizes if n == 1 or not profile.alone] if request.bodies else ():
         bodies = [request.bodies[i % len(request.bodies)] for i in range(size)]
         runs = []
+        profile.fatal_rows = size
+        save(profile)
         for _ in range(RUNS + 1):
             part = _run(runner, bodies)[-1]
             error = next((r.error for r in part.results if r is not None and r.error), None)

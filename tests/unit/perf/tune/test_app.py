@@ -102,6 +102,7 @@ def test_an_app_starts_with_its_baseline_and_is_profiled_before_any_load(world: 
         (LoadFailed("no weights"), "no weights"),
         (profile(error="the model raised KeyError"), "the model raised KeyError; give --data that it accepts"),
         (profile(oom_rows=1, curve={}), "cannot answer the requests: a single request runs out of memory"),
+        (profile(fatal_rows=1, fatal="a batch of 1 ends the process"), "the requests: a batch of 1 ends the process"),
     ],
 )
 def test_a_baseline_that_does_not_load_or_cannot_answer_ends_the_tuning(
@@ -145,6 +146,8 @@ def test_if_fp32_does_not_run_the_baseline_is_the_reference(world: World, fp32: 
         (profile(error="the model raised KeyError"), "cannot answer: the model raised KeyError"),
         (profile(oom_rows=1, curve={}), "cannot answer: a single request runs out of memory"),
         (profile(oom_rows=2, curve={1: 0.01}), None),
+        (profile(fatal_rows=8, fatal="a batch of 8 ends the process"), "a batch of 8 ends the process"),
+        (profile(fatal_rows=9, fatal="a batch of 9 ends the process"), None),
         (LoadFailed("export it in bf16"), "does not load: export it in bf16"),
     ],
 )

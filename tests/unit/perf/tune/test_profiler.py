@@ -85,12 +85,17 @@ ONE = [RequestBody(b"1", "application/json")]
         (predict("return items[:1]"), {"sizes": [1, 2, 4]}, [1], {"alone": "2 rows give another number of rows"}),
         (FULL, {"sizes": [1, 2, 4, 8]}, [1, 2], {"oom_rows": 4}),
         (
+            predict("import os; len(items) > 2 and os._exit(137); return items"),
+            {"sizes": [1, 2, 4, 8], "samples": ONE}, [1, 2],
+            {"fatal_rows": 4, "fatal": "a batch of 4 ends the process of the model", "bodies": [b"1"], "failure": ""},
+        ),
+        (
             predict('return [item["x"] for item in items]'), {"sizes": [1], "samples": ONE}, [],
             {"error": "the model raised TypeError", "errors": ["the model raised TypeError"]},
         ),
         (STREAM, {"sizes": [1], "samples": ONE}, [1], {"error": "", "bodies": [b"1 a 1 b"]}),
     ],
-    ids=["slow", "coupled", "pairs", "full", "failing", "stream"],
+    ids=["slow", "coupled", "pairs", "full", "fatal", "failing", "stream"],
 )  # fmt: skip
 def test_a_profile_tells_what_one_instance_can_do(
     tmp_path: Path, source: str, asked: dict[str, Any], sizes: list[int], found: dict[str, Any]
@@ -98,6 +103,7 @@ def test_a_profile_tells_what_one_instance_can_do(
     profile = profile_instance(order(tmp_path, source, **asked))
     assert sorted(profile.curve) == sizes
     known = msgspec.structs.asdict(profile)
+    known |= {"failure": profile.failure}
     known |= {"bodies": [r.body for r in profile.responses], "errors": [r.error for r in profile.responses]}
     assert {name: known[name] for name in found} == found
 
