@@ -70,6 +70,10 @@ def _numbers(kind: Callable[[str], N]) -> Callable[[click.Context, click.Paramet
 @click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="Repeats of all loads.")
 @click.option("--data", metavar="FILE|DIR|random", help="What to send: files, lines of a .jsonl, random tensors.")
 @click.option(
+    "--expect", metavar="FILE|PATH=VALUE",
+    help="What responses must be: a file (.jsonl: a line per request), or a value in their JSON, such as label=cat.",
+)  # fmt: skip
+@click.option(
     "--protocol", type=click.Choice(["auto", "native", "torchserve", "oip"]), default="auto", show_default=True
 )
 @click.option("--model", metavar="NAME", help="One of the server's models.")
@@ -92,7 +96,8 @@ def bench(target: str, **flags: Any) -> None:
     TARGET is the URL of a running server, something to serve during the run (app.py:Model, model.onnx, penstock.toml,
     model.mar), or the name of a model at http://127.0.0.1:8080.
 
-    Exit status: 0 measured, SLO met; 1 SLO missed, INVALID, or the target failed; 2 wrong usage; 130 interrupted.
+    Exit status: 0 measured, SLO met; 1 SLO missed, INVALID, a response differs from --expect, or the target failed;
+    2 wrong usage; 130 interrupted.
     """
     sys.exit(exit_code(lambda: _bench(target, flags)))
 
@@ -159,6 +164,7 @@ def _bench(text: str, flags: dict[str, Any]) -> int:
 
 def _measure(target: Target, plan: LoadPlan, slo: Slo, flags: dict[str, Any]) -> int:
     """Sends the load, prints the results however it ends, and returns the exit status."""
+    from penstock.perf.bench.expectation import Expectation
     from penstock.perf.bench.load_run import run_async
     from penstock.perf.bench.results import Origin, Results, redacted
     from penstock.perf.bench.session import BenchSession
@@ -174,6 +180,7 @@ def _measure(target: Target, plan: LoadPlan, slo: Slo, flags: dict[str, Any]) ->
         warm_s=flags["warmup"],
         timeout_s=flags["timeout"],
         as_json=flags["json"],
+        expect=None if flags["expect"] is None else Expectation(flags["expect"], len(requests)),
     )
     if flags["output"] is not None:
         session.results = Results.open(flags["output"], session.origin)

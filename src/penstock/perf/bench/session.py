@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from penstock.errors import FAILED
 from penstock.perf.bench.document import UNKNOWN, align, as_lines, by_text, memory, table, value_text
+from penstock.perf.bench.expectation import Expectation
 from penstock.perf.bench.measurement import (
     FIGURES,
     MOST_ERRORS,
@@ -203,6 +204,7 @@ class BenchSession(Struct, kw_only=True):
     warm_s: float | None = None
     timeout_s: float | None = None
     as_json: bool = False
+    expect: Expectation | None = None
     runs: list[Measurement] = []
     found: list[str] = []
 
@@ -218,7 +220,7 @@ class BenchSession(Struct, kw_only=True):
                     slo=self.slo,
                     warm_s=self.warm_s,
                     repeat=repeat,
-                    check=check_of(target),
+                    check=check_of(target, self.expect),
                     timeout_s=self.timeout_s,
                     on_progress=lambda seconds, answered: show(load, seconds, answered),
                     on_partial=self.store,
@@ -243,6 +245,11 @@ class BenchSession(Struct, kw_only=True):
         elif self.runs:
             for text in (*align(rows(self.runs)), *server_lines(self.runs), *notes(self.runs), *self.found):
                 click.echo(text)
+            if self.expect is not None:
+                wrong = sum(run.errors.get("wrong", 0) for run in self.runs)
+                of = sum(run.requests for run in self.runs)
+                first = f"; the first: {self.expect.first}" if self.expect.first else ""
+                click.echo(f"{wrong:,} of {of:,} responses differ from --expect{first}")
             if self.slo.objectives and self.plan.mode in ("closed", "open"):
                 click.echo("\n".join(as_lines(load_verdict(group_by_load(self.runs), self.slo.text))))
 
@@ -257,6 +264,8 @@ class BenchSession(Struct, kw_only=True):
 
     def code(self) -> int:
         """The exit status: whether all runs are valid and meet the SLO, or a search found its result."""
+        if self.expect is not None and self.expect.first:
+            return FAILED
         if self.plan.mode in ("ramp", "saturate"):
             known = self.found and all(text.startswith(("knee", "saturates")) for text in self.found)
             return 0 if known else FAILED

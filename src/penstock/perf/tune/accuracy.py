@@ -1,9 +1,5 @@
-"""The accuracy guard: compares a model's responses to known inputs with the expected ones.
-
-Answers are compared in the form that callers receive. JSON is compared value by value: numbers may differ by the
-tolerance, relative to the larger of the expected value and 1. Two whole numbers may differ by the tolerance itself,
-because they are labels and counts: 281 is not nearly 282. Everything else must be equal, including list lengths and
-bytes that are not JSON.
+"""The accuracy guard: compares a model's responses to known inputs with the expected ones, in the form that callers
+receive.
 """
 
 import zipfile
@@ -17,13 +13,11 @@ import numpy as np
 from msgspec import UNSET, Struct
 
 from penstock.errors import ConfigError, nearest
+from penstock.perf.bench.expectation import JSON_ERRORS, difference
 from penstock.perf.bench.workload import JSON, content_type_of
 from penstock.perf.tune.profiler import RequestBody, SampleResponse
-from penstock.values import shorten
 
-TOLERANCE: Final = 0.01
 _EXPECTED: Final = "expected.jsonl"
-_JSON_ERRORS: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class AccuracySample(Struct, frozen=True):
@@ -117,7 +111,7 @@ def _lines(file: Path) -> list[tuple[int, Any]]:
         try:
             if line.strip():
                 found.append((number, msgspec.json.decode(line)))
-        except _JSON_ERRORS as error:
+        except JSON_ERRORS as error:
             raise ConfigError(f"{file.name}, line {number} is not JSON: {error}") from None
     return found
 
@@ -186,65 +180,8 @@ def _value(response: SampleResponse) -> Any:
     if kind == JSON or kind.endswith("+json"):
         try:
             return msgspec.json.decode(response.body)
-        except _JSON_ERRORS:
+        except JSON_ERRORS:
             return response.body
     if kind.startswith("text/"):
         return response.body.decode(errors="replace")
     return response.body
-
-
-def difference(expected: Any, found: Any, where: str = "") -> tuple[float, str]:
-    """(the largest difference on the scale of the tolerance, its place in words); infinite if it is not numeric."""
-    if _are_numbers([expected], [found]):
-        return _of_numbers([expected], [found], where, "")
-    if isinstance(expected, dict) and isinstance(found, dict):
-        missing = [key for key in (*expected, *found) if key not in expected or key not in found]
-        if missing:
-            return float("inf"), f"{where or 'the response'}: only one of the two has '{missing[0]}'"
-        pairs = [(f"{where}.{key}".lstrip("."), expected[key], found[key]) for key in expected]
-    elif isinstance(expected, list) and isinstance(found, list):
-        if len(expected) != len(found):
-            return float("inf"), f"{where or 'the response'}: found {len(found)} elements, expected {len(expected)}"
-        if _are_numbers(expected, found):
-            return _of_numbers(expected, found, where, "[]")
-        pairs = [(f"{where}[{i}]", e, f) for i, (e, f) in enumerate(zip(expected, found, strict=True))]
-    elif type(expected) is type(found) and expected == found:
-        return 0.0, ""
-    else:
-        return float("inf"), f"{where or 'the response'}: found {_shown(found)}, expected {_shown(expected)}"
-    return max((difference(e, f, at) for at, e, f in pairs), key=lambda d: d[0], default=(0.0, ""))
-
-
-def _are_numbers(expected: list[Any], found: list[Any]) -> bool:
-    """Whether both lists hold only numbers that one rule covers: integers in both, or floats throughout one of them."""
-    kinds = set(map(type, expected)), set(map(type, found))
-    return bool(expected) and ({float} in kinds or kinds == ({int}, {int})) and kinds[0] | kinds[1] <= {int, float}
-
-
-def _of_numbers(expected: list[Any], found: list[Any], where: str, brackets: str) -> tuple[float, str]:
-    """The largest difference of two lists that `_are_numbers` accepts; integers may have any size."""
-    if type(expected[0]) is type(found[0]) is int:
-        away = [abs(f - e) for e, f in zip(expected, found, strict=True)]
-        at = away.index(max(away))
-        size = float(min(away[at], 2**1000))
-    else:
-        a, b = np.array([_as_float(e) for e in expected]), np.array([_as_float(f) for f in found])
-        with np.errstate(invalid="ignore", over="ignore"):
-            sizes = np.abs(b - a) / np.maximum(1.0, np.abs(a))
-        sizes = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.where(np.isnan(sizes), np.inf, sizes))
-        at = int(sizes.argmax())
-        size = float(sizes[at])
-    place = f"{where}[{at}]" if brackets else where
-    return size, f"{place or 'the response'}: found {_shown(found[at])}, expected {_shown(expected[at])}"
-
-
-def _as_float(number: float) -> float:
-    """The number as a float; infinity for an integer that is too large."""
-    try:
-        return float(number)
-    except OverflowError:
-        return float("inf") if number > 0 else float("-inf")
-
-
-def _shown(value: Any) -> str:
-    return shorten(f"{value:g}" if isinstance(value, float) else repr(value))

@@ -26,13 +26,14 @@ from penstock.core.engine.rules import queue_bound
 from penstock.core.readings import Gpus
 from penstock.core.worker.devices import expanded
 from penstock.errors import ConfigError, LoadFailed, PenstockError
+from penstock.perf.bench.expectation import TOLERANCE
 from penstock.perf.bench.load_run import run_async
 from penstock.perf.bench.measurement import Load, Measurement, Slo
 from penstock.perf.bench.run import TargetFailing, measure
 from penstock.perf.bench.server import error_line, fetch
 from penstock.perf.bench.target import Target, open_target
 from penstock.perf.bench.workload import Payload, check_of, payloads, request_of
-from penstock.perf.tune.accuracy import TOLERANCE, AccuracySample, agreement, expected_responses
+from penstock.perf.tune.accuracy import AccuracySample, agreement, expected_responses
 from penstock.perf.tune.config_file import TunedModel, changed_keys
 from penstock.perf.tune.profiler import InstanceProfile, ProfileRequest, RequestBody, profile_instance
 from penstock.perf.tune.runner import BatchCurve, MeasuredRun, single_instance

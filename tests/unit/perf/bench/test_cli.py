@@ -334,6 +334,24 @@ def test_a_model_is_measured_and_printed_as_a_table(elsewhere: NumberedServer, b
     assert result.exit_code == 0
 
 
+def test_responses_that_differ_from_the_expected_ones_are_counted_and_fail_the_run(
+    elsewhere: NumberedServer, body: str
+) -> None:
+    elsewhere.answer = lambda number: (200, b'{"label":"%s"}' % (b"dog" if number % 10 == 7 else b"cat"))
+    flags = [url_of(elsewhere), "--data", body, "--concurrency", "1", "--requests", "100", "--warmup", "0"]
+    result = run_bench(*flags, "--expect", "label=cat")
+    assert result.exit_code == 1
+    assert "wrong:10" in result.stdout
+    assert "10 of 100 responses differ from --expect; the first: to request 1, label: found 'dog', expected 'cat'" in (
+        result.stdout
+    )
+    elsewhere.answer = lambda number: (200, b'{"label": "cat"}')
+    result = run_bench(*flags, "--expect", "label=cat")
+    assert "0 of 100 responses differ from --expect\n" in result.stdout
+    assert result.exit_code == 0
+    assert run_bench(*flags, "--expect", "label").exit_code == 2
+
+
 def test_json_is_all_that_is_printed(elsewhere: NumberedServer, body: str) -> None:
     flags = ["--data", body, "--rate", "200", "--duration", "0.2", "--warmup", "0", "--slo", "p50<=10s", "--json"]
     result = run_bench(url_of(elsewhere), *flags)

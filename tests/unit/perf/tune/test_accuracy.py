@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from msgspec import UNSET
 
 from penstock.errors import ConfigError
-from penstock.perf.tune.accuracy import AccuracySample, agreement, difference, expected_responses, read_samples
+from penstock.perf.tune.accuracy import AccuracySample, agreement, expected_responses, read_samples
 from penstock.perf.tune.profiler import RequestBody, SampleResponse
 from penstock.serving.protocols.oip_binary import NPY
 
@@ -23,53 +22,6 @@ def given(value: Any) -> SampleResponse:
 
 def sample(name: str = "line 1", expected: Any = UNSET) -> AccuracySample:
     return AccuracySample(name, RequestBody(b"1", JSON), expected)
-
-
-@pytest.mark.parametrize(
-    ("expected", "found", "size", "where"),
-    [
-        (1.0, 1.004, 0.004, ""),
-        (1000.0, 1004.0, 0.004, ""),
-        (0.0, 0.004, 0.004, ""),
-        (3, 3.0, 0.0, ""),
-        ([1, 2, 3], [1, 2, 3.5], 0.5 / 3, "[2]: found 3.5, expected 3"),
-        ({"a": {"b": [[0.0, 1.0], [0.0, 1.0]]}}, {"a": {"b": [[0.0, 1.0], [0.25, 1.0]]}}, 0.25, "a.b[1][0]"),
-        ([[1.0], [1.0, 2.0]], [[1.0], [1.0, 2.25]], 0.125, "[1][1]"),
-        ({"label": "cat", "p": 0.5}, {"label": "cat", "p": 0.625}, 0.125, "p: found 0.625"),
-        ({"label": "cat"}, {"label": "dog"}, math.inf, "label: found 'dog', expected 'cat'"),
-        ([1, 2], [1, 2, 3], math.inf, "found 3 elements, expected 2"),
-        ({"a": 1}, {"b": 1}, math.inf, "only one of the two has 'a'"),
-        ({"a": 1}, ["a"], math.inf, "found ['a'], expected {'a': 1}"),
-        (True, 1, math.inf, "found 1, expected True"),
-        (1, "1", math.inf, "found '1', expected 1"),
-        ([], [], 0.0, ""),
-        (None, None, 0.0, ""),
-        (b"\x00", b"\x00", 0.0, ""),
-        (b"\x00", b"\x01", math.inf, "found"),
-        ([math.nan, math.inf], [math.nan, math.inf], 0.0, ""),
-        ([1.0], [math.nan], math.inf, "[0]: found nan"),
-        ([math.inf], [1.0], math.inf, "[0]"),
-        ([1e308], [-1e308], math.inf, "[0]"),
-        (281, 282, 1.0, "found 282, expected 281"),
-        ([7, 281], [7, 282], 1.0, "[1]: found 282, expected 281"),
-        ([[281, 0.5], [7, 0.5]], [[282, 0.5], [7, 0.5]], 1.0, "[0][0]: found 282, expected 281"),
-        (281, 282.0, 1 / 281, ""),
-        ([281.0], [282], 1 / 281, ""),
-        (2**60, 2**60 + 1, 1.0, ""),
-        ([0, 2**64], [0, -(2**64)], 2.0**65, "[1]"),
-        (10**400, 1, 2.0**1000, ""),
-        (1.0, 10**400, math.inf, ""),
-        ([True, 2], [1, 2], math.inf, "[0]: found 1, expected True"),
-        ([[], []], [[], []], 0.0, ""),
-        ([[], [1.0]], [[], [1.25]], 0.25, "[1][0]"),
-    ],
-)
-def test_a_difference_is_the_largest_of_all_values_with_its_place(
-    expected: Any, found: Any, size: float, where: str
-) -> None:
-    found_size, place = difference(expected, found)
-    assert found_size == pytest.approx(size)
-    assert where in place
 
 
 @pytest.mark.parametrize(
