@@ -11,6 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from penstock.core.wire.lending import find
+from penstock.core.wire.messages import LARGE_BYTES
 from penstock.core.wire.objects import picklable, read_error, write_error
 from penstock.errors import PenstockError
 from penstock.pipeline.ops.base import DATA, Fields
@@ -101,6 +103,7 @@ def _sent(fields: Fields) -> Fields:
 
 def _is_fixed(value: Any) -> bool:
     """Whether no op can have changed a value that the pipeline has too."""
-    if hasattr(value, "flags") and hasattr(value, "setflags"):
-        return not value.flags.writeable
+    if hasattr(value, "setflags"):
+        borrowed = value.nbytes > LARGE_BYTES and value.flags.c_contiguous and find(value) is not None
+        return borrowed or not value.flags.writeable  # changes of what the pipeline has lent are changes of its own
     return type(value) in FIXED

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.core.wire.lending import Lender, find
+from penstock.core.wire.messages import MessageWriter
 from penstock.errors import ConfigError, LoadFailed
 from penstock.pipeline.graph import NodeStep
 from penstock.pipeline.load import parse_graph
@@ -42,6 +44,10 @@ def image(data):
 def invert(data):
     data ^= 255
     return data
+
+
+def twice(data):
+    return data if data.flags.writeable else None
 
 
 def where(data):
@@ -102,6 +108,12 @@ def op(tmp_path: Path) -> Callable[[str], NodeStep]:
     return lambda name: NodeStep("Python", {"target": f"{file}:{name}"})
 
 
+def lender_of(s: Any, name: str, slot: int = 0) -> Lender:
+    """The memory of a process's results."""
+    found: Lender = s.runner.node(name).engine.handle.instances._transport._places[slot]._lender
+    return found
+
+
 TWO = {"processes": 2, "instances": 2}
 ONE = {"processes": 1, "instances": 1}
 
@@ -116,13 +128,10 @@ async def test_arrays_reach_the_next_node_in_shared_memory(stage, op) -> None:
     results = await s.results(*range(12))
     assert [int(image[5, 5, 1]) for image in results] == list(range(12))
     assert all(image.flags.writeable for image in results)
-    slots = s.runner.node("a").engine.handle.instances._transport._places.values()
-    lent = [slot._lent_bytes for slot in slots]
-    assert sum(lent) == 12 * 360_000  # they are not copies
-    del results
+    assert lender_of(s, "a", 0).lent + lender_of(s, "a", 1).lent == 12, "they are not copies"
+    del results, s.last
     gc.collect()
-    await s.results(*range(12))
-    assert sum(slot._lent_bytes for slot in slots) <= 12 * 360_000, "the memory of those that are gone is free again"
+    assert lender_of(s, "a", 0).lent + lender_of(s, "a", 1).lent == 0
 
 
 async def test_memory_that_users_keep_never_blocks_the_node(stage, op, monkeypatch) -> None:
@@ -166,6 +175,42 @@ async def test_an_op_may_keep_its_inputs(stage, op) -> None:
     s = await stage({"a": (op("image"), "b", ONE), "b": (op("keep"), ONE)})
     for i in range(8):
         assert await s.results(i) == [list(range(i + 1))]
+
+
+async def test_a_process_reads_the_results_of_another_where_they_are(stage, op, monkeypatch) -> None:
+    nodes = {"a": ("image", "b"), "b": ("invert", "c"), "c": ("twice", "d"), "d": ("where", "")}
+    s = await stage({name: (op(what), after, ONE) for name, (what, after) in nodes.items()})
+    copied: list[int] = []
+    put = MessageWriter.put
+    monkeypatch.setattr(MessageWriter, "put", lambda self, data: copied.append(len(data)) or put(self, data))
+    for i in range(50):
+        outcome = await s.put(i)
+        assert outcome.fields["result"][1:] == (255 - i, (300, 400, 3))
+        assert (outcome.fields["data"][9] == 255 - i).all()
+    assert max(copied, default=0) < 10_000
+    del outcome
+    outcomes = await asyncio.gather(*map(s.put, range(4)))
+    assert [lender_of(s, name).lent for name in nodes] == [4, 0, 0, 0], "no process has copied what it only passed on"
+    assert [int(o.fields["data"][0, 0, 0]) for o in outcomes] == [255, 254, 253, 252]
+
+
+async def test_results_outlive_their_process(stage, op) -> None:
+    s = await stage({"a": (op("image"), "b", ONE), "b": (op("keep"), ONE)})
+    outcomes = [await s.put(i) for i in range(3)]
+    lender = lender_of(s, "a")
+    for pid in s.runner.node("a").engine.handle.instances.pids().values():
+        os.kill(pid, signal.SIGKILL)
+    assert await s.results(3) == [[0, 1, 2, 3]]
+    assert [int(outcome.fields["data"][0, 0, 0]) for outcome in outcomes] == [0, 1, 2]
+    assert lender_of(s, "a") is not lender
+    assert find(outcomes[0].fields["data"]) is not None
+    for pid in s.runner.node("b").engine.handle.instances.pids().values():
+        os.kill(pid, signal.SIGKILL)
+    assert await s.results(4) == [[4]]
+    del outcomes
+    gc.collect()
+    assert lender.lent == 0
+    assert not lender._fds, "nothing refers to its memory, so its descriptor is closed"
 
 
 async def test_ops_may_hold_locks_and_files(stage, op) -> None:

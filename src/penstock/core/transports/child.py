@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from penstock.core.transports.concurrent import ConcurrentBatches
 from penstock.core.transports.turns import Turns
+from penstock.core.wire.lending import Region
 from penstock.core.wire.messages import (
     PREDICTED,
     AbandonBatch,
@@ -66,10 +67,13 @@ class Inbox:
     def __init__(self, sock: socket.socket, pool: tuple[int, int] | None) -> None:
         self._pool = pool
         self._requests = map_read_only(*pool) if pool else None
+        if pool is not None and self._requests is not None:
+            Region(self._requests, pool[0])  # workers of the model may read it too
+        self._borrowed: dict[int, Region] = {}  # memory that the parent has lent, by its descriptor there
         self._objects: mmap.mmap | None = None  # the same memory, writable; mapped for the first object that needs it
         self._leases: list[Lease] = []  # of the message being read
         self._frames = _receive(sock)
-        self._messages = MessageReader(ToWorker, self._lease)
+        self._messages = MessageReader(ToWorker, self._lease, self._borrow)
         self.turns: Turns[Work] = Turns(self._receive)
         self.sent: dict[int, Slab] = {}  # in the reply region, until the parent has read them
         self.abandoned = 0  # the last abandoned batch
@@ -138,6 +142,21 @@ class Inbox:
             memory = self._objects = self._objects or mmap.mmap(*self._pool)
         view, alive = lease(memory, offset, length, writable)
         self._leases.append((offset, alive))
+        return view
+
+    def _borrow(self, number: int, fd: int, serial: int, offset: int, length: int) -> memoryview:
+        """A writable view of memory that the parent has lent for this message."""
+        region = self._borrowed.get(fd)
+        if region is None or region.serial != serial:
+            if region is not None:
+                region.forget()
+            own = os.open(f"/proc/{os.getppid()}/fd/{fd}", os.O_RDWR)
+            try:
+                region = self._borrowed[fd] = Region(mmap.mmap(own, 0), serial=serial)
+            finally:
+                os.close(own)
+        view, alive = lease(region.memory, offset, length, True)
+        self._leases.append((number, alive))
         return view
 
 

@@ -33,6 +33,7 @@ class Child(Struct, eq=False):
     pidfd: int | None  # readable when the process has ended; None if the system has no pidfd
     replies: mmap.mmap
     output_fd: int | None = None  # its output; None: it shares the parent's stdout and stderr
+    reply_fd: int = -1  # of `replies`
 
     def kill(self) -> None:
         """Kills the process and what it has started. Only before `ended`: later the number may be another's."""
@@ -57,6 +58,8 @@ class Child(Struct, eq=False):
 
     def close(self) -> None:
         self.sock.close()
+        if self.reply_fd >= 0:
+            os.close(self.reply_fd)
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
@@ -199,17 +202,17 @@ def launch(
         replies = mmap.mmap(reply_fd, reply_bytes)
     except BaseException:
         ours.close()
-        if read_fd is not None:
-            os.close(read_fd)
+        for fd in (reply_fd, read_fd):
+            if fd is not None and fd >= 0:
+                os.close(fd)
         raise
     finally:
         theirs.close()
-        for fd in (reply_fd, write_fd):
-            if fd >= 0:
-                os.close(fd)
+        if write_fd >= 0:
+            os.close(write_fd)
     pidfd = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
     ours.setblocking(False)
     own = filter(None, spec.config.env.get("PYTHONPATH", "").split(os.pathsep))
     paths = list(dict.fromkeys([*spec.sys_path, *own, *(p or os.getcwd() for p in sys.path)]))
     head = pickle.dumps((paths, inner_device, device, packed.files, packed.main), 5)
-    return Child(process, ours, pidfd, replies, read_fd), frame_of(head, [packed.data])
+    return Child(process, ours, pidfd, replies, read_fd, reply_fd), frame_of(head, [packed.data])

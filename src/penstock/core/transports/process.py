@@ -22,6 +22,7 @@ from penstock.core.os_threads import usable_cores
 from penstock.core.transports.launch import Child, PackedSpec, launch, pack_spec
 from penstock.core.transports.output import Output
 from penstock.core.transports.slot import Sent, SlotTransport, WorkerSlot, unpin, within
+from penstock.core.wire.lending import Lender
 from penstock.core.wire.messages import (
     PREDICTED,
     AbandonBatch,
@@ -42,7 +43,7 @@ from penstock.core.wire.messages import (
     WorkerUp,
     write,
 )
-from penstock.core.wire.slabs import Slab, SlabPool, lease
+from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import BadOutput, ItemFailed, LoadFailed, PenstockError, WorkerDied
 from penstock.types import Batch, BatchPart, ItemResult
@@ -251,6 +252,8 @@ class ProcessTransport(PackingTransport):
 class ProcessSlot(WorkerSlot):
     """One place for a worker process."""
 
+    lends = False  # see LendingTransport
+
     def __init__(
         self,
         transport: PackingTransport,
@@ -367,7 +370,7 @@ class ProcessSlot(WorkerSlot):
     # ---- batches
 
     def submit(self, batch: Batch) -> list[Slab] | BatchPart:
-        outbox = MessageWriter(self._pool)
+        outbox = MessageWriter(self._pool, self.lends)
         try:
             items = outbox.items(batch.items, self.spec.wants_headers, self.asks_requests)
             pieces = write(RunBatch(batch.id, items, self._free), outbox.buffers)
@@ -443,46 +446,44 @@ class ProcessSlot(WorkerSlot):
 
 class LendingTransport(ProcessTransport):
     """Worker processes whose results of Python objects stay in their memory, and are not copied, until the last
-    reference to them is gone."""
+    reference to them is gone. Another worker of such a transport that receives one reads it there."""
 
     def _make(self, number: int, device: str) -> WorkerSlot:
         return _LendingSlot(self, self._spec, number, device, self._pool, self._reply_bytes)
 
 
 class _LendingSlot(ProcessSlot):
-    """One place for a worker process that lends its results.
+    """One place for a worker process that lends its results, and reads in place what other processes have lent."""
 
-    At most half of its memory is lent, so that there is always room for the next results.
-    """
+    lends = True
+    _lender: Lender | None = None
 
     def launch(self) -> None:
-        self._lent: dict[int, object] = {}  # references to memory that is lent, by offset
-        self._lent_bytes = 0
-        self._returned: deque[tuple[int, int]] = deque()  # offset and length; other threads append
         super().launch()
+        assert self._child is not None
+        self._lender = Lender(self._child.replies, os.dup(self._child.reply_fd))
+
+    def forget(self) -> None:
+        if self._lender is not None:
+            self._lender.close()
+        super().forget()
+
+    def down(self, error: PenstockError, predicted: int = 0) -> None:
+        if self._lender is not None:
+            self._lender.close()
+            self._lender = None
+        super().down(error, predicted)
 
     def submit(self, batch: Batch) -> list[Slab] | BatchPart:
-        self._take_back()
+        assert self._lender is not None
+        self._free += self._lender.returned()
         return super().submit(batch)
 
     def _read_reply(self, offset: int, length: int, writable: bool) -> Buffer:
-        self._take_back()
-        if not writable or self._lent_bytes + length > self._reply_bytes // 2:
-            return super()._read_reply(offset, length, writable)
-        assert self._child is not None
-        returned = self._returned
-        memory, self._lent[offset] = lease(
-            self._child.replies, offset, length, writable, lambda _: returned.append((offset, length))
-        )
-        self._lent_bytes += length
-        return memory
-
-    def _take_back(self) -> None:
-        while self._returned:
-            offset, length = self._returned.popleft()
-            del self._lent[offset]
-            self._lent_bytes -= length
-            self._free.append(offset)
+        assert self._lender is not None
+        self._free += self._lender.returned()
+        lent = self._lender.lend(offset, length) if writable else None
+        return super()._read_reply(offset, length, writable) if lent is None else lent
 
 
 def unpickle(results: list[ItemResult | None]) -> None:

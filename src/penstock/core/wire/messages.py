@@ -18,6 +18,7 @@ from msgspec import Struct
 from msgspec.msgpack import Ext
 
 from penstock.core.codecs import traits_of
+from penstock.core.wire.lending import Borrowed, find
 from penstock.core.wire.objects import dumps, read_error, write_error
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.errors import BadOutput, BadRequest, PenstockError
@@ -133,12 +134,13 @@ class FrameDecoder:
 # ---- messages
 
 LARGE_BYTES = 64 * 2**10
-_SLAB, _BUFFER, _PICKLE, _PICKLE_PARTS, _ERROR = 1, 2, 3, 4, 5
+_SLAB, _BUFFER, _PICKLE, _PICKLE_PARTS, _ERROR, _BORROWED = 1, 2, 3, 4, 5, 6
 # The start of a reply region holds the id of the batch that the worker predicts; 0 means the first one without an
 # answer. The parent can still read it after the worker died.
 PREDICTED = struct.Struct("<Q")
 _PLACE = struct.Struct("<QQ")
 _INDEX = struct.Struct("<I")
+_BORROW = struct.Struct("<qiQQQ")  # number, descriptor and serial of the region, offset, length
 
 
 class RunBatch(Struct, array_like=True, tag="run"):
@@ -226,10 +228,12 @@ class Unsent:
 class MessageWriter:
     """The payloads of a message being written, with their slabs and buffers."""
 
-    __slots__ = ("_pool", "buffers", "given", "slabs")
+    __slots__ = ("_lends", "_pool", "buffers", "given", "slabs")
 
-    def __init__(self, pool: SlabPool | None) -> None:
+    def __init__(self, pool: SlabPool | None, lends: bool = False) -> None:
+        """`lends`: objects in memory that the receiver can map are not copied; see `lending.py`."""
         self._pool = pool
+        self._lends = lends
         self.buffers: list[Buffer] = []
         self.slabs: list[Slab] = []  # created for this message: its sender frees them
         self.given: list[Slab] = []  # payloads of its items
@@ -260,7 +264,14 @@ class MessageWriter:
         """The form of a pickled object with its large buffers in the head."""
         if not large and len(data) <= LARGE_BYTES:
             return Ext(_PICKLE, bytes(data))
-        return Ext(_PICKLE_PARTS, _encoder.encode([self.put(data), [self.put(raw) for raw in large]]))
+        return Ext(_PICKLE_PARTS, _encoder.encode([self.put(data), [self._put_memory(raw) for raw in large]]))
+
+    def _put_memory(self, raw: Buffer) -> Any:
+        found = find(raw) if self._lends else None
+        if found is None or found[0].fd is None:
+            return self.put(raw)
+        self.given.append(borrowed := Borrowed(*found, memoryview(raw)))
+        return Ext(_BORROWED, _BORROW.pack(*borrowed.place))
 
     def put_error(self, error: PenstockError) -> Ext:
         """The form of an error in place of a payload."""
@@ -329,11 +340,17 @@ class MessageWriter:
 class MessageReader:
     """Reads messages. `resolve(offset, length, writable)` returns the shared memory at that place.
 
-    `writable`: it becomes the memory of a Python object, which is writable like any other.
+    `writable`: it becomes the memory of a Python object, which is writable like any other. `borrow(number, descriptor,
+    serial, offset, length)` returns memory that the sender has lent.
     """
 
-    def __init__(self, kind: Any, resolve: Callable[[int, int, bool], Any]) -> None:
-        self._resolve = resolve
+    def __init__(
+        self,
+        kind: Any,
+        resolve: Callable[[int, int, bool], Any],
+        borrow: Callable[[int, int, int, int, int], Any] | None = None,
+    ) -> None:
+        self._resolve, self._borrow = resolve, borrow
         self._buffers: list[bytearray] = []
         self._decoder = msgspec.msgpack.Decoder(kind, ext_hook=self._ext, dec_hook=read_error)
 
@@ -360,6 +377,8 @@ class MessageReader:
         if code == _SLAB:
             offset, length = _PLACE.unpack(data)
             return self._resolve(offset, length, True)
+        if code == _BORROWED and self._borrow is not None:
+            return self._borrow(*_BORROW.unpack(data))
         return self._buffers[_INDEX.unpack(data)[0]]
 
 
