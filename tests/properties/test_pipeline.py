@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.pipelines import portal_inbox
 
 from penstock.pipeline.graph import Graph, Node, NodeInput, NodeStep
 from penstock.pipeline.ops import catalog
@@ -116,8 +118,12 @@ def way(outcome: ItemOutcome) -> str:
     return "failed" if outcome.error else "ok" if outcome.fields.get("result") is not None else "ended"
 
 
-async def run(graph: Graph, given: list[dict[str, Any]]) -> tuple[dict[int, list[ItemOutcome]], set[int]]:
-    """(the outcomes of each item, the items that were cancelled before they had one)."""
+async def run(graph: Graph, given: list[dict[str, Any]], direct: bool) -> tuple[dict[int, list[ItemOutcome]], set[int]]:
+    """(the outcomes of each item, the items that were cancelled before they had one).
+
+    `direct`: the nodes' own threads pass the items on, as they do for the callers of a portal."""
+    inbox = portal_inbox() if direct else None
+    guard = inbox.guard if inbox else nullcontext()
     runner = PipelineRunner(graph)
     await runner.start()
     outcomes: dict[int, list[ItemOutcome]] = {i: [] for i in range(len(given))}
@@ -125,13 +131,14 @@ async def run(graph: Graph, given: list[dict[str, Any]]) -> tuple[dict[int, list
     cancelled: set[int] = set()
     waiting, turn = list(range(len(given))), 0
     while waiting or len(cancelled) + sum(map(bool, outcomes.values())) < len(given):
-        while waiting and runner.in_flight < runner.width:
-            i = waiting.pop(0)
-            journeys[i] = runner.submit(given[i], outcomes[i].append)
-        for i, journey in list(journeys.items()):
-            if given[i]["leaves"] == turn and not outcomes[i]:
-                journey.cancel()
-                cancelled.add(i)
+        with guard:
+            while waiting and runner.in_flight < runner.width:
+                i = waiting.pop(0)
+                journeys[i] = runner.submit(given[i], outcomes[i].append)
+            for i, journey in list(journeys.items()):
+                if given[i]["leaves"] == turn and not outcomes[i]:
+                    journey.cancel()
+                    cancelled.add(i)
         turn += 1
         await asyncio.sleep(0 if turn < 20 else 0.001)
     assert runner.in_flight == 0
@@ -140,8 +147,8 @@ async def run(graph: Graph, given: list[dict[str, Any]]) -> tuple[dict[int, list
 
 
 @settings(max_examples=80)
-@given(graphs(), items())
-def test_each_item_has_one_outcome_and_its_own(graph: Graph, given: list[dict[str, Any]]) -> None:
+@given(graphs(), items(), st.booleans())
+def test_each_item_has_one_outcome_and_its_own(graph: Graph, given: list[dict[str, Any]], direct: bool) -> None:
     most: dict[str, int] = {}
     enter = RunningNode.enter
 
@@ -154,7 +161,7 @@ def test_each_item_has_one_outcome_and_its_own(graph: Graph, given: list[dict[st
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunningNode, "enter", watched)
-        outcomes, cancelled = asyncio.run(asyncio.wait_for(run(graph, given), 60.0))
+        outcomes, cancelled = asyncio.run(asyncio.wait_for(run(graph, given, direct), 60.0))
     for i, item in enumerate(given):
         assert len(outcomes[i]) == (0 if i in cancelled else 1)
         for outcome in outcomes[i]:

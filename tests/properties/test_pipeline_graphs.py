@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache, partial
 from itertools import islice
 from typing import Any
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 from msgspec.structs import replace
+from tests.support.pipelines import portal_inbox
 
 from penstock.errors import DeadlineExceeded
 from penstock.pipeline.graph import Each, Graph, Node, NodeInput, NodeStep, outside
@@ -301,7 +302,10 @@ ITEM = st.fixed_dictionaries(
 )
 
 
-async def run(graph: Graph, items: list[Fields]) -> list[list[ItemOutcome]]:
+async def run(graph: Graph, items: list[Fields], direct: bool) -> list[list[ItemOutcome]]:
+    """`direct`: the nodes' own threads pass the items on, as they do for the callers of a portal."""
+    loop = asyncio.get_running_loop()
+    inbox = portal_inbox() if direct else None
     runner = PipelineRunner(graph)
     await runner.start()
     outcomes: list[list[ItemOutcome]] = [[] for _ in items]
@@ -309,13 +313,14 @@ async def run(graph: Graph, items: list[Fields]) -> list[list[ItemOutcome]]:
 
     def note(found: list[ItemOutcome], outcome: ItemOutcome) -> None:
         found.append(outcome)
-        ended.set()
+        loop.call_soon_threadsafe(ended.set)
 
     for item, found in zip(items, outcomes, strict=True):
         if runner.in_flight >= runner.width:
             ended.clear()
             await ended.wait()
-        runner.submit(item, partial(note, found))
+        with inbox.guard if inbox else nullcontext():
+            runner.submit(item, partial(note, found))
     while not all(outcomes):
         ended.clear()
         await ended.wait()
@@ -329,26 +334,30 @@ async def run(graph: Graph, items: list[Fields]) -> list[list[ItemOutcome]]:
 @given(graph=graphs(), keys=st.lists(ITEM, min_size=1, max_size=ITEMS))
 def test_each_item_ends_as_a_pure_evaluator_says(part: int, graph: Graph, keys: list[Fields]) -> None:
     items = [{"data": f"{i}:", **item} for i, item in enumerate(keys)]
-    for item, found in zip(items, asyncio.run(asyncio.wait_for(run(graph, items), 60.0)), strict=True):
+    outcomes = asyncio.run(asyncio.wait_for(run(graph, items, direct=part % 2 > 0), 60.0))
+    for item, found in zip(items, outcomes, strict=True):
         (outcome,) = found
         end = ("failed", outcome.node) if outcome.error else ("ok", outcome.fields)
         ways = islice(evaluated(graph, item), MOST_ENDS)
         assert any(end in ends for ends in ways), (outcome.error, end, next(evaluated(graph, item)))
 
 
-async def leave(graph: Graph, items: list[tuple[Fields, int, float | None]]) -> None:
+async def leave(graph: Graph, items: list[tuple[Fields, int, float | None]], direct: bool) -> None:
     """Submits items with deadlines, and drops each after some turns of the loop, if it has not ended before."""
+    inbox = portal_inbox() if direct else None
+    guard = inbox.guard if inbox else nullcontext()
     runner = PipelineRunner(graph)
     await runner.start()
     tickets: list[tuple[int, Traversal]] = []
     for item, turns, budget_s in items:
         if runner.in_flight < runner.width:
-            with suppress(DeadlineExceeded):  # 1 ms may pass before its first node is reached
+            with suppress(DeadlineExceeded), guard:  # 1 ms may pass before its first node is reached
                 tickets.append((turns, runner.submit(item, lambda outcome: None, budget_s=budget_s)))
     for turn in range(max(turns for _, turns, _ in items) + 1):
         for turns, ticket in tickets:
             if turns == turn:
-                ticket.cancel()
+                with guard:
+                    ticket.cancel()
         await asyncio.sleep(0.0005)
     assert runner.in_flight == 0
     engines = {id(node.engine): node.engine for node in map(runner.node, graph.nodes)}.values()
@@ -360,9 +369,10 @@ async def leave(graph: Graph, items: list[tuple[Fields, int, float | None]]) -> 
 @given(
     graph=graphs(),
     items=st.lists(st.tuples(ITEM, st.integers(0, 12), _one_of(None, 0.001, 0.004)), min_size=1, max_size=6),
+    direct=st.booleans(),
 )
 def test_items_that_leave_take_their_children_along(
-    graph: Graph, items: list[tuple[Fields, int, float | None]]
+    graph: Graph, items: list[tuple[Fields, int, float | None]], direct: bool
 ) -> None:
     given = [({"data": f"{i}:", **item}, *rest) for i, (item, *rest) in enumerate(items)]
-    asyncio.run(asyncio.wait_for(leave(graph, given), 60.0))
+    asyncio.run(asyncio.wait_for(leave(graph, given, direct), 60.0))

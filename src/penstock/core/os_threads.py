@@ -6,6 +6,7 @@ not import gevent, because a patched program has already imported it.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import ctypes
 import fcntl
@@ -57,9 +58,8 @@ def new_queue() -> Any:
     return _original("queue", "SimpleQueue")() if patched() else queue.SimpleQueue()
 
 
-def thread_id() -> int:
-    """The identifier of this thread, the same for all of its greenlets."""
-    return int(_original("_thread", "get_ident")() if patched() else threading.get_ident())
+thread_id: Final[Callable[[], int]] = _original("_thread", "get_ident") if patched() else _thread.get_ident
+"""The identifier of this thread, the same for all of its greenlets: gevent does not patch what was imported before."""
 
 
 def processor_clock() -> int:

@@ -6,7 +6,7 @@ fails, expires, is cancelled, or loses its worker.
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -21,6 +21,8 @@ from penstock.core.batching.scheduler import Scheduler
 from penstock.core.contracts import BatchRecord, Observer, Transport
 from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.calls import Call
+from penstock.core.engine.direct import DirectTransport, StageDriver
+from penstock.core.engine.drivers import LaterCalls
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.transports.local import ThreadTransport
 from penstock.core.transports.process import LendingTransport
@@ -60,6 +62,7 @@ class NodeEngine:
         backpressure: Backpressure,
         observers: Sequence[Observer],
         shared: Mapping[str, SharedState],
+        calls: LaterCalls,
         pool: SlabPool | None = None,
     ) -> None:
         self.name, self.node = node.name, node
@@ -82,13 +85,19 @@ class NodeEngine:
             steps = [step for name in (node.name, *self.chained) for step in graph.nodes[name].steps]
             options["ops"] = catalog.registered(step.op for step in steps)
         spec = WorkerSpec(node.name, "1", _config(node), Wrapped(node, WRAPPER, options), instances=node.instances)
-        transport: Transport = (
-            LendingTransport(spec, node.instances, devices, pool, REPLY_BYTES)
-            if node.processes
-            else ThreadTransport(spec, node.instances, devices)
-        )
+        self.calls = calls
+        transport: Transport
+        self.driver: StageDriver | None = None
+        if node.processes:
+            transport = LendingTransport(spec, node.instances, devices, pool, REPLY_BYTES)
+        elif self.calls.inbox is None:
+            transport = ThreadTransport(spec, node.instances, devices)
+        else:
+            self.driver = StageDriver(node.name, self.calls.inbox, self.calls.loop)
+            transport = DirectTransport(spec, node.instances, devices, self.driver)
         self.meter = NodeMeter(self)
-        self.handle = ModelHandle(spec, transport, devices, UNLIMITED, [self.meter, *observers], self._policy)
+        listening = [self.meter, *observers]
+        self.handle = ModelHandle(spec, transport, devices, UNLIMITED, listening, self._policy, self.driver)
         self.batcher: Batcher | None = None
 
     async def load(self) -> None:
@@ -246,7 +255,7 @@ class NodeMeter(Observer):
     def _arm(self) -> None:
         if not self._due:
             self._due = True
-            asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
+            self._engine.calls.at(time.monotonic() + FLUSH_S, self.flush)
 
     def on_answer(self, model: str, version: str, latencies_s: Sequence[float], failed: int) -> None:
         self._items["ok"] += len(latencies_s) - failed

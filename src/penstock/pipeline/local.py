@@ -6,22 +6,26 @@ import asyncio
 import concurrent.futures
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
 
 from penstock.core.arrays import nbytes_of
 from penstock.core.contracts import Ticket
+from penstock.core.engine.drivers import LaterCall, LaterCalls
+from penstock.core.engine.inbox import Inbox
 from penstock.core.portal.portal import Portal
 from penstock.core.portal.waiters import Future
 from penstock.core.transports.slot import within
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
 from penstock.pipeline.graph import Graph
-from penstock.pipeline.ops.base import DATA, Fields
+from penstock.pipeline.ops.base import DATA, NODE_NAME, Fields
 from penstock.pipeline.runner import PipelineRunner
 from penstock.pipeline.traversal import Done, ItemOutcome, Traversal
 from penstock.types import Item, ItemResult, ModelMetadata, Sink
 
+ENTRY = "entry"  # the name of the inbox of the entry's threads
 MAX_WAITING = 65_536  # items that wait for room inside; further calls are rejected
 MAX_WAITING_BYTES = 256 * 2**20  # of their `data`
 
@@ -66,7 +70,8 @@ class LocalPipeline:
 
         An item is its fields, or a tuple of its fields and the node where it begins.
         """
-        found: list[ItemOutcome] = self._portal.predict("", _new_items(many), budget_s=budget_s)
+        items = _new_items(many)
+        found: list[ItemOutcome] = self._portal.predict(_inbox_of(items), items, budget_s=budget_s)
         return found
 
     def submit(
@@ -78,8 +83,9 @@ class LocalPipeline:
         budget_s: float | None = None,
         priority: int = 0,
     ) -> Future:
-        """A future of one item's outcome. `done` also receives the outcome, on the pipeline's own thread."""
-        future = self._portal.submit("", NewItem(fields, node), budget_s=budget_s, priority=priority)
+        """A future of one item's outcome. `done` also receives the outcome, on a thread of the pipeline."""
+        item = NewItem(fields, node)
+        future = self._portal.submit(_inbox_of([item]), item, budget_s=budget_s, priority=priority)
         if done is not None:
             future.add_done_callback(lambda f: f.cancelled() or done(outcome_of(f)))
         return future
@@ -87,10 +93,11 @@ class LocalPipeline:
     def start(
         self, fields: Fields, done: Done, node: str | None = None, *, budget_s: float | None = None, priority: int = 0
     ) -> SubmittedItems:
-        """Submits one item without a future, which costs less. Calls `done` on the pipeline's own thread."""
+        """Submits one item without a future, which costs less. Calls `done` on a thread of the pipeline."""
         submitted = SubmittedItems(done, self._portal)
-        item = Item(NewItem(fields, node), budget_s=budget_s, priority=priority)
-        self._portal.submit_item("", item, submitted)
+        new = NewItem(fields, node)
+        item = Item(new, budget_s=budget_s, priority=priority)
+        self._portal.submit_item(_inbox_of([new]), item, submitted)
         return submitted
 
     def start_many(
@@ -102,9 +109,13 @@ class LocalPipeline:
     ) -> SubmittedItems:
         """Submits several items and calls `done` once, with all outcomes in order, or one if all were rejected."""
         submitted = SubmittedItems(lambda found: done(found if isinstance(found, list) else [found]), self._portal)
-        item = Item(_new_items(many), rows=len(many), many=True, budget_s=budget_s)
-        self._portal.submit_item("", item, submitted)
+        items = _new_items(many)
+        self._portal.submit_item(_inbox_of(items), Item(items, rows=len(many), many=True, budget_s=budget_s), submitted)
         return submitted
+
+    def after(self, call: Callable[[], None]) -> None:
+        """Calls `call` after the other outcomes of this pass, if `done` of an item calls this; else at once."""
+        self._portal.after(call)
 
     def statistics(self) -> dict[str, object]:
         """The statistics of each node."""
@@ -139,6 +150,12 @@ def _new_items(many: Sequence[Fields | tuple[Fields, str | None]]) -> list[NewIt
     return [NewItem(*item) if isinstance(item, tuple) else NewItem(item) for item in many]
 
 
+def _inbox_of(items: Sequence[NewItem]) -> str:
+    """The inbox of the entry's threads, or of the loop: only the loop starts what begins elsewhere at once."""
+    at_entry = all(item.node is None and NODE_NAME not in item.fields for item in items)
+    return ENTRY if at_entry else ""
+
+
 class SubmittedItems:
     """The ticket of submitted items, and the sink of their outcome on the loop."""
 
@@ -151,15 +168,18 @@ class SubmittedItems:
 
     def cancel(self) -> None:
         """Drops the items, from any thread. `done` is not called any more."""
+        self._done = None  # now: threads of the pipeline answer without the loop
         self._portal.post(self._leave)
 
     def _leave(self) -> None:
-        self._done = None
         if self._ticket is not None:
             self._ticket.cancel()
 
     def accepted(self, ticket: Ticket) -> None:
-        self._ticket = ticket
+        if self._done is None:
+            ticket.cancel()
+        else:
+            self._ticket = ticket
 
     def __call__(self, result: ItemResult) -> None:
         done, self._done, self._ticket = self._done, None, None
@@ -185,14 +205,18 @@ class _WaitingItem(Struct, eq=False):
     end_s: float | None
     priority: int
     nbytes: int = 0
-    timer: asyncio.TimerHandle | None = None
+    timer: LaterCall | None = None
     traversal: Traversal | None = None
 
     def __post_init__(self) -> None:
         assert self.item is not None
         self.nbytes = _nbytes(self.item.fields)
-        self.timer = None if self.end_s is None else self.backend.loop.call_at(self.end_s, self.expire)
         self.backend.waiting_bytes += self.nbytes
+
+    def watch(self) -> None:
+        """Sees to the deadline of an item that still waits."""
+        if self.item is not None and self.end_s is not None:
+            self.timer = self.backend.calls.at(self.end_s, self.expire)
 
     def leave(self) -> NewItem | None:
         """Leaves the queue. Returns the item, or None if it had left before."""
@@ -256,7 +280,8 @@ class PipelineBackend:
 
     def __init__(self, graph: Graph) -> None:
         self.loop = asyncio.get_running_loop()
-        self.runner = PipelineRunner(graph, on_room=lambda: self.loop.call_soon(self.pump))
+        self.calls = LaterCalls(self.loop)
+        self.runner = PipelineRunner(graph, on_room=lambda: self.calls.soon(self.pump))
         self.waiting_bytes = 0  # of the items in the queue
         self._queue: deque[_WaitingItem] = deque()
         self._error: PenstockError | None = None
@@ -269,9 +294,22 @@ class PipelineBackend:
         try:
             await self.runner.start()
             self._up = True
+            self._route(self.runner.entry_driver)
         except Exception as e:
             self._error = _as_penstock_error(e)
-        self.pump()
+        with self.calls.guard:
+            self.pump()
+
+    def _route(self, entry: Inbox | None) -> None:
+        """Lets items reach the entry's threads without the loop; None: no more."""
+        inbox = self.calls.inbox
+        assert inbox is not None, "a portal has an inbox"
+        with inbox.guard:
+            old = inbox.routes.pop(ENTRY, None)
+            if entry is not None:
+                inbox.routes[ENTRY] = entry
+            elif old is not None:
+                old.woken()  # nobody else tells it any more that the answered threads have run
 
     async def loaded(self) -> None:
         """Returns when all nodes are up. Raises the error of loading."""
@@ -306,6 +344,8 @@ class PipelineBackend:
             tickets = many.tickets = [_WaitingItem(self, one, many.done(i), end_s, item.priority) for i, one in new]
         self._queue.extend(tickets)
         self.pump()
+        for ticket in tickets if end_s is not None else ():
+            ticket.watch()
         return many or tickets[0]
 
     def pump(self) -> None:
@@ -320,7 +360,7 @@ class PipelineBackend:
                 self._begin(waiting, item)
         self._pumping = False
         if self._emptied is not None and not queue:
-            self._emptied.set()
+            self.loop.call_soon_threadsafe(self._emptied.set)
 
     def _begin(self, waiting: _WaitingItem, item: NewItem) -> None:
         budget_s = None if waiting.end_s is None else waiting.end_s - self.loop.time()
@@ -332,20 +372,23 @@ class PipelineBackend:
             )
         except Exception as e:  # the other items go on
             # later, because `submit` has not returned the ticket yet
-            self.loop.call_soon(waiting.ended, ItemOutcome(item.fields, _as_penstock_error(e)))
+            self.calls.soon(partial(waiting.ended, ItemOutcome(item.fields, _as_penstock_error(e))))
 
     def statistics(self, model: str) -> dict[str, object]:
         return self.runner.statistics() | {"waiting": len(self._queue)}
 
     async def close(self, drain_s: float) -> None:
         end = self.loop.time() + drain_s
-        if self._queue and not self._error:
-            self._emptied = asyncio.Event()
+        self._route(None)
+        with self.calls.guard:
+            self._emptied = asyncio.Event() if self._queue and not self._error else None
+        if self._emptied is not None:
             await within(self._emptied, drain_s)
         await self.runner.close(max(0.0, end - self.loop.time()))
         self._loading.cancel()
-        self._error = self._error or ModelNotReady("the pipeline is closed")
-        self.pump()
+        with self.calls.guard:
+            self._error = self._error or ModelNotReady("the pipeline is closed")
+            self.pump()
 
     def forget(self) -> None:
         """See `PortalBackend.forget`."""

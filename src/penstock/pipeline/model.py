@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -146,13 +145,8 @@ class PipelineModel:
         return self._pipeline.start_many(many, done, budget_s=budget_s)
 
     def __penstock_soon__(self, call: Callable[[], None]) -> None:
-        """Groups the responses of one turn of the pipeline's loop. Those from other threads leave at once."""
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            call()
-        else:
-            loop.call_soon(call)
+        """Groups the responses of one pass of the pipeline. Those from other threads leave at once."""
+        self._pipeline.after(call)
 
     def unload(self) -> None:
         self._pipeline.close()

@@ -1,6 +1,6 @@
 """PipelineRunner: runs all nodes of a graph concurrently, in threads and processes. Body: the children of a fan-out.
 
-Everything here runs on one event loop.
+Everything here runs with one guard: on the loop, or on the thread of a node that has run a batch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from msgspec.structs import replace
 
 from penstock.core.arrays import nbytes_of
 from penstock.core.contracts import Observer
+from penstock.core.engine.direct import StageDriver
+from penstock.core.engine.drivers import LaterCall, LaterCalls
 from penstock.core.transports.slot import within
 from penstock.core.wire.slabs import SlabPool
 from penstock.errors import (
@@ -49,11 +51,12 @@ class PipelineRunner:
         self._takes_request = REQUEST in graph.kept
         self._routes: dict[str, ItemRoute] = {graph.entry: route(graph, graph.entry)}
         self._backpressure = Backpressure(graph)
+        self._calls = LaterCalls(asyncio.get_running_loop())
         shared = {name: SharedState(compat=graph.compat) for name in graph.nodes}
         in_processes = any(node.processes for node in graph.nodes.values())
         self._pool = SlabPool(POOL_BYTES) if in_processes else None
         engines = [
-            NodeEngine(graph, node, self._backpressure, observers, shared, self._pool)
+            NodeEngine(graph, node, self._backpressure, observers, shared, self._calls, self._pool)
             for node in graph.nodes.values()
             if node.alias_of is None
         ]
@@ -148,6 +151,14 @@ class PipelineRunner:
         starts = self._routes[self.graph.entry].starts
         return self.in_flight < self.width and all(self._nodes[name].engine.has_room_for_bytes for name in starts)
 
+    @property
+    def entry_driver(self) -> StageDriver | None:
+        """What takes the requests of items that begin at the entry; None if they may also begin elsewhere."""
+        starts = self._routes[self.graph.entry].starts
+        node = self._nodes[starts[0]]
+        whole = len(starts) == 1 and node.condition is None and node.filter is None
+        return node.engine.driver if whole else None
+
     def _route(self, start: Any) -> ItemRoute:
         if not isinstance(start, str) or start not in self.graph.nodes:
             given = repr(start[:LONGEST_NAME]) if isinstance(start, str) else f"a {type(start).__name__}"
@@ -161,8 +172,8 @@ class PipelineRunner:
     def _ended(self, traversal: Traversal) -> None:
         self.in_flight -= 1
         self._backpressure.wake()
-        if not self.in_flight:
-            self._emptied.set()
+        if not self.in_flight and self._state == "CLOSED":
+            self._calls.loop.call_soon_threadsafe(self._emptied.set)
 
     @property
     def ready(self) -> bool:
@@ -215,7 +226,7 @@ class Body:
         """Starts more children, in the next turn of the loop."""
         if self._parents and not self._due:
             self._due = True
-            asyncio.get_running_loop().call_soon(self._start)
+            self.first.engine.calls.soon(self._start)
 
     def _start(self) -> None:
         self._due = False
@@ -236,10 +247,13 @@ class Body:
                 if parent.start(row_s):
                     parents.append(parent)
                 waiting, room, left = 0, room - 1, left - 1
-        if parents and left:
+        if not parents:
+            return
+        if left:
             self._backpressure.blocked.add(self)
-        else:
-            self.wake()
+        else:  # others first
+            self._due = True
+            engine.calls.at(time.monotonic(), self._start)
 
     def ended(self) -> None:
         """A parent has left, so another may begin."""
@@ -265,7 +279,7 @@ class Parent:
         self._children: dict[int, Traversal] | None = {}  # None: the item has left
         self._next, self._left = 0, count
         self._nbytes = nbytes_of(given[DATA])
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: LaterCall | None = None
         budget_s = traversal.budget_s(node.node.deadline_s)
         self.deadline_s = None if budget_s is None else time.monotonic() + budget_s
 
@@ -284,7 +298,7 @@ class Parent:
         engine.parent_bytes += self._nbytes
         self._traversal.visits.add(self)
         if self.deadline_s is not None:
-            self._timer = asyncio.get_running_loop().call_at(self.deadline_s, self._expire)
+            self._timer = engine.calls.at(self.deadline_s, self._expire)
         return True
 
     @property

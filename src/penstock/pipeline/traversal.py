@@ -1,11 +1,10 @@
 """Traversal: one item on its way through a graph, and RunningNode: the nodes that pass it on.
 
-Everything here runs on the event loop.
+Everything here runs with the guard of the runner.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -349,7 +348,7 @@ class RunningNode:
         if self.condition is None and self.filter is None:
             self.enter(traversal, dict(given or {}), swap=False)
         else:  # later, because the item may end here, and its caller has no ticket yet
-            asyncio.get_running_loop().call_soon(self.begin, traversal, dict(given or {}))
+            self.engine.calls.soon(partial(self.begin, traversal, dict(given or {})))
 
     def begin(self, traversal: Traversal, fields: Fields) -> None:
         """Takes an item that may end at the condition."""

@@ -104,7 +104,7 @@ def test_a_future_and_its_callback_get_the_outcome(make: Make) -> None:
     assert asyncio.run(wait()).fields["result"] == "2ab"
 
 
-def test_a_callback_is_called_once_on_the_pipeline_s_thread(make: Make) -> None:
+def test_a_callback_is_called_once_on_a_thread_of_the_pipeline(make: Make) -> None:
     pipeline = make()
     heard: list[tuple[Any, str]] = []
     over = threading.Event()
@@ -115,7 +115,7 @@ def test_a_callback_is_called_once_on_the_pipeline_s_thread(make: Make) -> None:
 
     pipeline.start({"data": "1"}, done)
     assert over.wait(20.0)
-    assert heard == [("1ab", "penstock-portal")]
+    assert heard == [("1ab", "penstock-b-0")]
     over.clear()
     pipeline.start({"data": "1"}, lambda o: (heard.append((o.error, "")), over.set()), "nowhere")
     assert over.wait(20.0)

@@ -109,6 +109,11 @@ class Scheduler:
         return self._queue.rows
 
     @property
+    def urgent(self) -> bool:
+        """Whether a request with a deadline has come since the last `poll`."""
+        return bool(self._queue.dirty)
+
+    @property
     def up(self) -> int:
         """Number of slots that are up and stay."""
         return self._slots.up

@@ -254,6 +254,18 @@ class DirectDriver(Inbox):
         thread.pause_s = time.thread_time() - began_s
 
 
+class StageDriver(DirectDriver):
+    """The turns of one stage of several, whose requests come from threads of other stages, too."""
+
+    def crowded(self) -> bool:
+        return False
+
+    def soon(self) -> None:
+        """Leaves the turn to a thread that sleeps, or else to the first one that has run, unless a deadline is near."""
+        if not self.runs_here() and not self._ring():
+            self._look(0.0 if self._scheduler.urgent else time.monotonic() + LATE_S)
+
+
 class DirectThread(WorkerThread):
     """One thread with its model, which takes its batches from the driver."""
 

@@ -48,6 +48,58 @@ class Driver(Protocol):
         """The batcher takes no more turns."""
 
 
+class LaterCalls:
+    """What the code of an engine calls later, with its guard. It runs on a loop, and on threads of its models."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.inbox = inbox_of(loop)
+        self.guard = os_threads.new_rlock() if self.inbox is None else self.inbox.guard
+
+    def soon(self, callback: Callable[[], object]) -> None:
+        """Calls it after what happens now."""
+        if self.inbox is None:
+            self.loop.call_soon(callback)
+        else:
+            self.inbox.after(callback)
+
+    def at(self, when: float, callback: Callable[[], object]) -> LaterCall:
+        """Calls it on the loop at `when`, on the clock of `time.monotonic`."""
+        return LaterCall(self, when, callback)
+
+
+class LaterCall:
+    """A call at a time, until it is cancelled."""
+
+    def __init__(self, calls: LaterCalls, when: float, callback: Callable[[], object]) -> None:
+        self._calls, self._when = calls, when
+        self._callback: Callable[[], object] | None = callback
+        self._handle: asyncio.TimerHandle | None = None
+        if self._here():
+            self._arm()
+        else:
+            calls.loop.call_soon_threadsafe(self._arm)
+
+    def _here(self) -> bool:
+        return asyncio._get_running_loop() is self._calls.loop
+
+    def _arm(self) -> None:
+        if self._callback is not None:
+            self._handle = self._calls.loop.call_at(self._when, self._fire)
+
+    def _fire(self) -> None:
+        with self._calls.guard:
+            callback, self._callback = self._callback, None
+            if callback is not None:
+                callback()
+
+    def cancel(self) -> None:
+        """Does not call it. Called with the guard."""
+        self._callback = None
+        if self._handle is not None and self._here():
+            self._handle.cancel()
+
+
 class LoopDriver:
     """Turns in the passes of an event loop, with a timer."""
 

@@ -74,6 +74,8 @@ class Inbox:
 
     def drain(self) -> None:
         """Submits what has arrived, at most REQUESTS_PER_PASS."""
+        if not self._requests:
+            return
         submit, submit_row, take = self.backend.submit, self.submit_row, self._requests.popleft
         for _ in range(REQUESTS_PER_PASS):
             try:
@@ -199,7 +201,7 @@ class RequestInbox(Inbox):
     def after(self, callback: _Callback) -> None:
         """Calls `callback` when what is being answered in this pass has been answered."""
         if self._after is None:
-            self._loop.call_soon(callback)
+            self._loop.call_soon(self._guarded, callback)
         else:
             self._after.append(callback)
 
@@ -212,13 +214,22 @@ class RequestInbox(Inbox):
             try:
                 answer()
             finally:
-                self._after = None
-                for call in calls:
-                    call()
-                self._answering = 0
+                try:
+                    for call in calls:  # they may add others
+                        call()
+                finally:
+                    self._after, self._answering = None, 0
+
+    def _guarded(self, callback: _Callback) -> None:
+        with self.guard:
+            callback()
+
+    def answers_here(self) -> bool:
+        """Whether this thread delivers answers."""
+        return os_threads.thread_id() in (self._loops_thread, self._answering)
 
     def refuse_to_block(self) -> None:
-        if os_threads.thread_id() in (self._loops_thread, self._answering):
+        if self.answers_here():
             raise RuntimeError(BLOCKING)
 
     # ---- called on the loop

@@ -155,6 +155,14 @@ class Portal:
         if self._loop_thread is not None and self._pid == os.getpid():
             self._loop_thread.inbox.post(callback)
 
+    def after(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` after the answers of this pass; at once on a thread that delivers none."""
+        inbox = self._alive().inbox
+        if inbox.answers_here():
+            inbox.after(callback)
+        else:
+            callback()
+
     def submit_item_as(self, model: str, item: Item, convert: Convert) -> Future:
         """A future of the response to `item`, converted by `convert`."""
         thread = self._loop_thread
