@@ -322,8 +322,3 @@ def install_hint(extra: str) -> str:
     needs = [need.partition(";") for found in distributions(name="penstock") for need in found.requires or ()]
     of_extra = dict.fromkeys(f"'{need.strip()}'" for need, _, when in needs if f"{extra!r}" in when.replace('"', "'"))
     return f"pip install {' '.join(of_extra) or extra}"
-
-
-def not_installed(what: str, extra: str, error: ImportError) -> LoadFailed:
-    """The error for a package that cannot be imported, with the command that installs it."""
-    return LoadFailed(f"{what} cannot be imported ({describe(error)}): {install_hint(extra)}")

@@ -20,7 +20,8 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import Struct
 
-from penstock.errors import DecodeError, LoadFailed, describe, not_installed
+from penstock.errors import DecodeError, LoadFailed, describe
+from penstock.plugins import optional_module
 
 Array = np.ndarray[Any, Any]
 Color = Literal["rgb", "bgr"]
@@ -195,11 +196,7 @@ def _array(image: Any, color: Color) -> Array:
 
 
 def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as e:
-        raise not_installed("Pillow", "image", e) from e
-    return Image
+    return optional_module("PIL.Image", "Pillow cannot be imported", "image", LoadFailed)
 
 
 @lru_cache(maxsize=8)

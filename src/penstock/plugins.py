@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from penstock.errors import ConfigError, LoadFailed, TargetNotFound, describe, install_hint, nearest
+from penstock.errors import ConfigError, LoadFailed, PenstockError, TargetNotFound, describe, install_hint, nearest
 
 _loading = threading.RLock()
 
@@ -97,12 +97,13 @@ def resolve(kind: str, name: str) -> Any:
 MODEL_FILES = (".onnx", ".pt", ".pt2", ".pth", ".ts")
 
 
-def optional_module(name: str, need: str, extra: str) -> ModuleType:
-    """The module of an optional package. Raises ConfigError with the need and the command that installs it."""
+def optional_module(name: str, need: str, extra: str, error: type[PenstockError] = ConfigError) -> ModuleType:
+    """The module of an optional package. Raises `error` with the need and the command that installs it."""
     try:
         return importlib.import_module(name)
-    except ImportError:
-        raise ConfigError(f"{need}: {install_hint(extra)}") from None
+    except ImportError as e:
+        missing = isinstance(e, ModuleNotFoundError) and e.name == name.partition(".")[0]
+        raise error(f"{need}{'' if missing else f' ({describe(e)})'}: {install_hint(extra)}") from e
 
 
 def is_model_file(target: str) -> bool:

@@ -22,7 +22,8 @@ from msgspec import Struct
 from penstock.bulk import spool
 from penstock.bulk.types import CaptionRow, Gap, Video
 from penstock.core.os_threads import atomic_file
-from penstock.errors import PenstockError, install_hint
+from penstock.errors import PenstockError
+from penstock.plugins import optional_module
 
 SUFFIXES = (".jsonl", ".csv", ".parquet")
 COLUMNS = ("video", "frame", "time", "caption")
@@ -187,10 +188,9 @@ def _open_file(path: Path) -> Iterator[OutputWriter]:
 
 
 def _pyarrow() -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError as e:
-        raise OutputError(f"Parquet needs pyarrow: {install_hint('parquet')}") from e
+    optional_module("pyarrow.parquet", "Parquet needs pyarrow", "parquet", OutputError)
+    import pyarrow
+
     return pyarrow
 
 

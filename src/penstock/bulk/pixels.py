@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.bulk.types import Pixels
 from penstock.bulk.video import VideoError, av_library
-from penstock.errors import ConfigError, install_hint
+from penstock.plugins import optional_module
 
 JPEG_QUALITY = 90
 PQ, HLG = 16, 18  # transfer characteristics of HDR in ITU-T H.273
@@ -169,10 +169,7 @@ def _orientation_of(picture: Any) -> tuple[int, bool]:
 
 def exact_kernel() -> Callable[[Array, int, int], Array]:
     """Antialiased bicubic scaling of RGB bytes, as Pillow does it. Needs torch, and runs in the calling thread."""
-    try:
-        torch: Any = importlib.import_module("torch")
-    except ImportError as error:
-        raise ConfigError("the exact kernel needs torch: pip install torch, or use --kernel fast") from error
+    torch = optional_module("torch", "the exact kernel needs torch (--kernel fast does not)", "torch")
     torch.set_num_threads(1)
 
     def scale(rgb: Array, height: int, width: int) -> Array:
@@ -194,10 +191,7 @@ def jpeg_encoder() -> Callable[[Array], bytes]:
 
 
 def _pillow_encoder() -> Callable[[Array], bytes]:
-    try:
-        image: Any = importlib.import_module("PIL.Image")
-    except ImportError as error:
-        raise ConfigError(f"JPEG needs simplejpeg: {install_hint('image')}, or use other pixels") from error
+    image = optional_module("PIL.Image", "JPEG needs simplejpeg, other pixels do not", "image")
 
     def encode(rgb: Array) -> bytes:
         file = io.BytesIO()

@@ -21,7 +21,8 @@ from penstock.client.calls import (
 from penstock.client.endpoint import parse_url, tls_context
 from penstock.client.http import ConnectionPool
 from penstock.client.transport import Attempt, HttpTransport, Listener
-from penstock.errors import BadRequest, ConfigError, PenstockError, not_installed
+from penstock.errors import BadRequest, ConfigError, LoadFailed, PenstockError
+from penstock.plugins import optional_module
 
 if TYPE_CHECKING:
     from penstock.client.grpc import GrpcTransport
@@ -102,7 +103,8 @@ class AsyncClient:
         if url.startswith(GRPC_SCHEMES):
             if protocol == "torchserve" or management_url is not None:
                 raise ConfigError("gRPC has the Open Inference Protocol only; use http:// for other calls")
-            self._transport = _open_grpc()(url, token, (ca, cert, key), tls, max_response_bytes)
+            module = optional_module("penstock.client.grpc", "gRPC cannot be imported", "grpc-client", LoadFailed)
+            self._transport = module.GrpcTransport(url, token, (ca, cert, key), tls, max_response_bytes)
             return
 
         def listener(url: str, token: str | None) -> Listener:
@@ -289,15 +291,6 @@ class AsyncClient:
         elif self._loop is not loop:
             raise PenstockError("the client was used on another event loop before; create one for each loop")
         return loop
-
-
-def _open_grpc() -> type[GrpcTransport]:
-    """Raises LoadFailed without the extra."""
-    try:
-        from penstock.client.grpc import GrpcTransport
-    except ImportError as error:
-        raise not_installed("gRPC", "grpc-client", error) from None
-    return GrpcTransport
 
 
 CALL_OPTIONS: Final = CallOptions.__annotations__.keys()

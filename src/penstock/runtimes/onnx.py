@@ -23,7 +23,8 @@ import numpy as np
 
 from penstock.config.schema import OPTIMIZATIONS, PRECISIONS
 from penstock.core.worker.tensor_model import ANY_ROWS, Array, Arrays, Input, cannot_be_rows
-from penstock.errors import ConfigError, LoadFailed, describe, not_installed
+from penstock.errors import ConfigError, LoadFailed, describe
+from penstock.plugins import optional_module
 from penstock.types import DATATYPES, TensorSpec
 
 log = logging.getLogger("penstock.runtimes")
@@ -52,11 +53,7 @@ Steps = Mapping[str, tuple[Array, Array]]
 def import_onnxruntime() -> Any:
     """The module `onnxruntime`, with its telemetry off. Raises LoadFailed, which names the extra to install."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read at import
-    try:
-        import onnxruntime
-    except ImportError as e:
-        raise not_installed("ONNX Runtime", "onnx", e) from e
-    return onnxruntime
+    return optional_module("onnxruntime", "ONNX Runtime cannot be imported", "onnx", LoadFailed)
 
 
 def open_session(

@@ -23,7 +23,8 @@ from penstock.core.worker.tensor_model import (
     cannot_be_rows,
     refuse_inputs,
 )
-from penstock.errors import BadOutput, ConfigError, LoadFailed, describe, not_installed
+from penstock.errors import BadOutput, ConfigError, LoadFailed, describe
+from penstock.plugins import optional_module
 from penstock.runtimes.device import DeviceProgram
 from penstock.runtimes.pixels import Image, images_of
 from penstock.runtimes.weights import share
@@ -35,11 +36,7 @@ MOST_POWERS: Final = 32  # sizes of batches with "auto"
 
 def import_torch() -> Any:
     """The module `torch`. Raises LoadFailed, which names the extra to install."""
-    try:
-        import torch
-    except ImportError as e:
-        raise not_installed("PyTorch", "torch", e) from e
-    return torch
+    return optional_module("torch", "PyTorch cannot be imported", "torch", LoadFailed)
 
 
 # ---- files

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import builtins
 import csv
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -184,14 +184,7 @@ def test_outputs_may_go_into_folders_that_do_not_exist_yet(tmp_path: Path) -> No
 
 
 def test_parquet_without_pyarrow_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any, **more: Any) -> Any:
-        if name.startswith("pyarrow"):
-            raise ImportError(name)
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(OutputError, match=r"pip install 'pyarrow"):
         outputs.check_outputs(OutputPaths((Path("c.parquet"),)), Path("failures.jsonl"))
 

@@ -16,8 +16,9 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from penstock.config.schema import PRECISIONS
-from penstock.errors import BadRequest, ConfigError, DecodeError, PenstockError, nearest, not_installed
+from penstock.errors import BadRequest, ConfigError, DecodeError, LoadFailed, PenstockError, nearest
 from penstock.images import decode_image
+from penstock.plugins import optional_module
 from penstock.types import TensorSpec
 from penstock.values import convert, shorten
 
@@ -92,21 +93,15 @@ class TransformersCaptioner:
         """`threads` are the network's on a CPU; 0 keeps the default. Raises LoadFailed, ConfigError."""
         convert(precision, Literal[PRECISIONS], "precision")
         convert(optimize, Literal[_OPTIMIZATIONS], "optimize")
-        try:
-            from penstock.bulk.captioner.feed import DeviceFeed
-            from penstock.bulk.captioner.networks import (
-                ARCHITECTURES,
-                ModelSource,
-                NetworkOptions,
-                find,
-                open_network,
-                revision,
-            )
-        except ImportError as e:
-            raise not_installed("a captioner's library", "torch,transformers", e) from e
-        bare = self._random and self._model in ARCHITECTURES
-        source = ModelSource(self._model) if bare else find(self._model, weights=not self._random, trust=trust)
-        options = NetworkOptions(
+        for library in ("torch", "transformers"):
+            optional_module(library, f"a captioner needs {library}, which cannot be imported", library, LoadFailed)
+        from penstock.bulk.captioner import networks
+        from penstock.bulk.captioner.feed import DeviceFeed
+
+        name, random = self._model, self._random
+        bare = random and name in networks.ARCHITECTURES
+        source = networks.ModelSource(name) if bare else networks.find(name, weights=not random, trust=trust)
+        options = networks.NetworkOptions(
             precision=precision,
             prompt=self._prompt,
             tokens=self._tokens,
@@ -115,11 +110,11 @@ class TransformersCaptioner:
             trust=trust,
             threads=threads,
         )
-        self.network = network = open_network(source, device, options)
+        self.network = network = networks.open_network(source, device, options)
         self.feed = DeviceFeed(network.spec, device, network.dtype)
         settings = self._settings(precision)
         others = {"min_new_tokens": self._tokens[0], "random_weights": self._random}
-        self.parameters = {"model": source.name, "revision": revision(source, settings | others), **settings}
+        self.parameters = {"model": source.name, "revision": networks.revision(source, settings | others), **settings}
 
     def _settings(self, precision: str) -> dict[str, Any]:
         """The settings that clients see."""

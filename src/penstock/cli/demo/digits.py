@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import penstock
-from penstock.errors import install_hint
+from penstock.plugins import optional_module
 from penstock.types import TensorSpec
 
 Array = NDArray[np.float32]
@@ -155,13 +155,8 @@ def has_opencv() -> bool:
 def opencv() -> Any:
     """The module cv2. If it is not installed, raises PenstockError that names the extra."""
     os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(MAX_PIXELS))
-    try:
-        import cv2
-    except ImportError:
-        raise penstock.PenstockError(
-            f"images need OpenCV, which is not installed: {install_hint('image')}; JSON input works without it"
-        ) from None
-    return cv2
+    need = "images need OpenCV, which is not installed; JSON input works without it"
+    return optional_module("cv2", need, "image", penstock.PenstockError)
 
 
 def _named(item: Any) -> str:

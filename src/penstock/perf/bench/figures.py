@@ -16,6 +16,7 @@ from msgspec import structs
 from penstock.errors import ConfigError, install_hint
 from penstock.perf.bench.load_run import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
 from penstock.perf.bench.measurement import GeneratorHealth, Latency, Load, Measurement, ServerStats, Slo
+from penstock.plugins import optional_module
 
 # All limits below are choices: a run is rejected rather than believed.
 LATE_S: Final = 0.001  # a loop's own timer is this exact; the alarms of the generator are exact to microseconds
@@ -59,12 +60,9 @@ def encode(latencies_s: Sequence[float]) -> str:
 
 def decode(text: str) -> list[tuple[float, int]]:
     """Ascending (seconds, count). Raises ConfigError for an invalid histogram or without the library."""
+    library = optional_module("hdrh.histogram", "reading histograms needs hdrhistogram", "bench")
     try:
-        from hdrh.histogram import HdrHistogram
-    except ImportError:
-        raise ConfigError(f"reading histograms needs hdrhistogram: {install_hint('bench')}") from None
-    try:
-        histogram = HdrHistogram.decode(text)
+        histogram = library.HdrHistogram.decode(text)
     except Exception as exc:  # the library's own, zlib's, base64's and ctypes'
         raise ConfigError(f"no HDR histogram: found {text[:20]!r}..., expected V2 in base64 ({exc})") from None
     found = ((x.value_iterated_to * 1e-6, x.count_at_value_iterated_to) for x in histogram.get_recorded_iterator())

@@ -167,8 +167,8 @@ def test_a_handler_may_set_its_own_explainer(load, picture):
 def test_without_pillow_the_error_names_the_package_to_install(load, picture, monkeypatch):
     handler, context = load(ImageClassifier, Means())
     image = picture()
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(LoadFailed, match=r"Pillow cannot be imported .* pip install"):
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(LoadFailed, match=r"Pillow cannot be imported.*: pip install"):
         handler.handle([{"data": image}], context)
 
 
