@@ -217,14 +217,10 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A loop of uvloop if it is installed, otherwise of asyncio."""
-    import asyncio  # here, because workers load this module
-
+    """A loop of uvloop."""
     keep_standard_files()
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
+    import uvloop  # here, because workers load this module
+
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
 

@@ -33,12 +33,10 @@ LAME_DUCK_S: Final = 5.0  # a choice: balancers check health every few seconds
 
 
 def runner() -> Callable[..., int]:
-    """The function that runs a main coroutine: uvloop's if it is installed, otherwise asyncio's."""
+    """The function that runs a main coroutine."""
     keep_standard_files()
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run
+    import uvloop
+
     run: Callable[..., int] = uvloop.run
     return run
 

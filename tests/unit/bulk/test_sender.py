@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -142,18 +141,6 @@ def test_every_chunk_gets_the_captions_of_its_own_frames(job: Job):
     assert (stats.answered, stats.in_flight, stats.waiting, stats.retries) == (50, 0, 0, 0)
     assert stats.sent_bytes > 50 * ROWS * 8 * 8 * 3
     job.close(1.0)
-
-
-def test_sending_works_without_uvloop(start: Start, server: FakeCaptioner, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "uvloop", None)
-    job = start(server)
-    big = chunk(0)
-    big.pixels = np.zeros((4, 700, 700, 3), np.uint8)
-    job.sender.send(big)
-    job.sent = 1
-    assert job.all_captioned()
-    job.send(10)
-    assert job.all_captioned()
 
 
 def test_pixels_and_jpegs_arrive_unchanged(server: FakeCaptioner, job: Job):

@@ -363,6 +363,6 @@ def most_connections() -> int:
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """The result of the coroutine, on uvloop if installed. Ctrl-C cancels it and is raised after it ended."""
+    """The result of the coroutine, on uvloop. Ctrl-C cancels it and is raised after it ended."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(work)
