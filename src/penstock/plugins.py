@@ -200,8 +200,18 @@ def _own_name(file: Path) -> bool:
     return importlib.machinery.PathFinder.find_spec(file.stem, elsewhere) is None
 
 
+def located(path: str | Path) -> Path:
+    """The absolute path of a file. A link leads to its file, unless that has another name.
+
+    In the cache of a hub every file is a link to its digest: suffix and neighbours are those of the link.
+    """
+    link = Path(os.path.abspath(Path(path).expanduser()))
+    file = link.resolve()
+    return file if file.name == link.name else link
+
+
 def _from_file(where: str, path: str, name: str) -> ModuleType:
-    file = Path(where).expanduser().resolve()
+    file = located(where)
     if not file.is_file():
         raise TargetNotFound(f"target '{where}:{path}': there is no file {where}")
     for known in (name, module_name(file), file.stem):

@@ -12,7 +12,7 @@ import click
 
 from penstock.config.load import describes_model, toml_value
 from penstock.errors import ConfigError, PenstockError
-from penstock.plugins import MODEL_FILES, is_pipeline_file, is_whole_file
+from penstock.plugins import MODEL_FILES, is_pipeline_file, is_whole_file, located
 
 _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -44,9 +44,9 @@ def split_targets(targets: tuple[str, ...]) -> tuple[str | None, dict[str, dict[
         if name in models:
             raise ConfigError(f"two models are named '{name}'; name one with NAME={spec}")
         if is_whole_file(spec):
-            spec = str(Path(spec).resolve())
+            spec = str(located(spec))
         elif module.endswith(".py"):
-            spec = f"{Path(module).resolve()}:{attribute}"
+            spec = f"{located(module)}:{attribute}"
         models[name] = {"target": spec}
     return toml, models
 

@@ -33,6 +33,7 @@ from penstock.pipeline.notation import (
     dialect,
 )
 from penstock.pipeline.ops.base import DATA, NODE_NAME, RESULT, parameters_of
+from penstock.plugins import located
 from penstock.types import TensorSpec
 from penstock.values import found, tensor_specs
 
@@ -55,7 +56,7 @@ def load_graph(path: str | Path, *, compat: bool = False) -> Graph:
     """
     file = Path(path).expanduser()
     tables, text = parse_toml(file)
-    folder = str(file.resolve().parent)
+    folder = str(located(file).parent)
     return _graph(tables, TomlSource(str(path), text), name=file.stem, folder=folder, compat=compat)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.config.targets import only_model, read_options, split_targets
 from penstock.errors import ConfigError
+from penstock.plugins import load_object
 
 MARK = "raise SystemExit('the file was run')\n"
 
@@ -63,6 +64,26 @@ def test_models_of_model_files_are_named_after_the_file(tmp_path: Path, monkeypa
         "y": {"target": "/x/y.pt"},
         "z": {"target": f"{tmp_path}/z.PTH"},
     }
+
+
+def test_a_link_to_a_file_of_another_name_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the cache of a hub every file is a link to its digest, which has no suffix."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("blobs", "hub", "there"):
+        (tmp_path / folder).mkdir()
+    for name, text in (("model.onnx", ""), ("app.py", "class Net:\n    def predict(self, items): return items\n")):
+        (tmp_path / "blobs" / f"digest of {name[0]}").write_text(text)
+        (tmp_path / "hub" / name).symlink_to(tmp_path / "blobs" / f"digest of {name[0]}")
+        (tmp_path / "there" / name).write_text(text)
+        (tmp_path / name).symlink_to(tmp_path / "there" / name)
+    _, models = split_targets(("hub/model.onnx", "net=hub/app.py", "there=model.onnx", "too=app.py:Net"))
+    assert models == {
+        "model": {"target": f"{tmp_path}/hub/model.onnx"},
+        "net": {"target": f"{tmp_path}/hub/app.py:Net"},
+        "there": {"target": f"{tmp_path}/there/model.onnx"},
+        "too": {"target": f"{tmp_path}/there/app.py:Net"},
+    }
+    assert load_object(models["net"]["target"]).__name__ == "Net"
 
 
 def test_a_file_with_one_model_needs_no_object_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from penstock.perf.bench.suite_report import AB_REPORT, ab_report, rows_of, suit
 from penstock.perf.bench.suite_yaml import SuiteCase, SuitePoint, suite_points
 from penstock.perf.bench.target import Target, open_target
 from penstock.perf.bench.workload import RANDOM, check_of, payloads, request_of
-from penstock.plugins import is_whole_file
+from penstock.plugins import is_whole_file, located
 
 NAME: Final = "benchmark"  # of the model on its server; the name of a file may not be valid
 _OVERHEAD: Final = 2**20  # bytes of a request besides its payload
@@ -152,7 +152,7 @@ def _source(case: SuiteCase, options: SuiteOptions, downloads: Path) -> str:
     if options.model_store is not None:
         for stored in (options.model_store / case.url, options.model_store / f"{case.url}.mar"):
             if stored.exists():
-                return str(stored.resolve())
+                return str(located(stored))
     return _file(case, case.url, "url")
 
 
@@ -175,7 +175,7 @@ def _file(case: SuiteCase, name: str, key: str) -> str:
     """The path of a file named in the suite, relative to its folder or to the working directory. Raises ConfigError."""
     for found in (case.folder / name, Path(name)):
         if found.exists():
-            return str(found.resolve())
+            return str(located(found))
     store = ", nor in --model-store" if key == "url" else ""
     raise ConfigError(f"{case.where}: {case.text}: {key}: no file '{name}' in {case.folder.resolve()}, nor here{store}")
 

@@ -17,7 +17,7 @@ from penstock.client.response import HttpResponse
 from penstock.errors import ConfigError, ModelNotFound, ModelNotReady, PenstockError, Unauthorized, nearest
 from penstock.perf.bench.results import redacted
 from penstock.perf.bench.server import ServerProcess, check_reachable, fetch
-from penstock.plugins import is_whole_file
+from penstock.plugins import is_whole_file, located
 from penstock.types import TensorSpec
 
 Protocol = Literal["native", "torchserve", "oip"]
@@ -133,7 +133,7 @@ def _server(text: str, options: Sequence[str], sets: Sequence[str], management: 
         if set(archive.name) & set(",="):
             raise ConfigError(f"TARGET '{text}': ',' and '=' separate archives in a list; rename the file")
         name = re.sub(r"[^\w.-]", "_", archive.stem, flags=re.ASCII).lstrip("_.-") or "model"
-        words = ["--model-store", str(archive.resolve().parent), "--models", f"{name}={archive.name}"]
+        words = ["--model-store", str(located(archive).parent), "--models", f"{name}={archive.name}"]
         return ServerProcess(words, verb="torchserve", management=management)
     options = [word for option in options for word in ("--option", option)]
     sets = [word for key in sets for word in ("--set", key)]
