@@ -34,6 +34,14 @@ def _nbytes_of(value: Any) -> int:
     return len(value) if isinstance(value, (bytes, bytearray, str)) else 0
 
 
+def plain_array(value: Any) -> Any:
+    """A PyTorch tensor as an array on the CPU, bfloat16 and 8-bit floats as float32; any other value unchanged."""
+    if not (hasattr(value, "detach") and hasattr(value, "cpu")):
+        return value
+    tensor = value.detach().cpu()
+    return (tensor.float() if str(tensor.dtype).startswith(("torch.bfloat16", "torch.float8")) else tensor).numpy()
+
+
 def array_of(name: str, data: Any, datatype: str) -> np.ndarray[Any, Any]:
     """Nested lists of an input `name` as an array of `datatype`. Raises BadRequest."""
     return as_array(f"input '{name}'", data, datatype, BadRequest, has_text(data))

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from penstock.config.load import SERVER_SECTIONS, read_toml
 from penstock.config.schema import Config
 from penstock.config.targets import errors_end_the_command
+from penstock.core.arrays import plain_array
 from penstock.errors import ConfigError, PenstockError, describe
 from penstock.plugins import is_pipeline_file
 
@@ -201,8 +202,7 @@ def _response(graph: Graph, outcome: ItemOutcome, *, trace: bool) -> dict[str, A
 
 def _plain(value: Any) -> Any:
     """A value for JSON. A large array becomes its shape, dtype, and maximum with its index."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu().numpy()
+    value = plain_array(value)
     if hasattr(value, "dtype") and hasattr(value, "tolist"):
         if value.size <= _WHOLE:
             return value.tolist()

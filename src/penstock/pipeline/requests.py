@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from penstock.core.arrays import plain_array
 from penstock.core.columns import Block, TensorRows
 from penstock.core.worker.array_model import PythonProgram
 from penstock.core.worker.rows import check_rows
@@ -179,11 +180,6 @@ def response_of(request: PipelineRequest, outcomes: Sequence[ItemOutcome], outpu
     if not request.rows:
         return found[0] if len(outputs) > 1 else found[0][outputs[0]]
     return {name: array for output in outputs for name, array in _joined(output, [one[output] for one in found])}
-
-
-def plain_array(value: Any) -> Any:
-    """A PyTorch tensor as an array on the CPU; any other value unchanged."""
-    return value.detach().cpu().numpy() if hasattr(value, "detach") and hasattr(value, "cpu") else value
 
 
 def _joined(name: str, values: list[Any]) -> list[tuple[str, np.ndarray[Any, Any]]]:

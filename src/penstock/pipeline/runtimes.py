@@ -18,6 +18,7 @@ from penstock.core.os_threads import usable_cores
 from penstock.core.worker.tensor_model import Arrays, Input, Program, ProgramSettings
 from penstock.errors import ConfigError, LoadFailed
 from penstock.runtimes import onnx
+from penstock.runtimes.files import refuse_pointer
 from penstock.runtimes.pixels import Normalization
 
 log = logging.getLogger("penstock.pipeline")
@@ -97,6 +98,7 @@ def resolve(file: ModelFile, device: str) -> tuple[str, str]:
     if not os.path.isfile(path):
         other = f"; model::cache {cache} alone is not enough: engines of others cannot be checked and do not run"
         raise LoadFailed(f"model: there is no file {path}{other if cache and os.path.exists(cache) else ''}")
+    refuse_pointer(path)
     torch_file = path.lower().endswith(_TORCH_FILES)
     if not torch_file and not path.lower().endswith(".onnx"):
         engine = path.lower().endswith(_ENGINES)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final
 
+from penstock.core.arrays import plain_array
 from penstock.errors import BadRequest, LoadFailed, out_of_memory
 from penstock.platforms import read_sagemaker
 from penstock.plugins import load_object
@@ -199,9 +200,7 @@ def _output(prediction: Any, accept: str) -> tuple[bytes, str]:
     """The prediction in the first known type of `accept`. Raises BadRequest."""
     import numpy as np
 
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(prediction, torch.Tensor):
-        prediction = prediction.detach().cpu().numpy()
+    prediction = plain_array(prediction)
     buffer = io.BytesIO()
     for kind in map(media_type, accept.split(",")):
         if kind in (JSON, "*/*"):

@@ -4,6 +4,7 @@ A worker uses it for targets with one of these suffixes, and for an `nn.Module` 
 runtime that the file needs.
 """
 
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from penstock.config.inputs import images_in, input_texts
 from penstock.config.schema import ModelConfig
 from penstock.core.worker.python_model import is_torch_module
 from penstock.core.worker.tensor_model import ANY_ROWS, Program, ProgramSettings, TensorModel, refuse_inputs
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, LoadFailed
 from penstock.values import tensor_specs
 
 
@@ -21,6 +22,7 @@ def file_model(path: str, config: ModelConfig, threads: int) -> TensorModel:
         raise ConfigError(
             f"weights: found with the target {path}, which is not a class; expected for example net.py:Net"
         )
+    refuse_pointer(path)
     open_program = _open_onnx if path.lower().endswith(".onnx") else _open_torch
     return TensorModel(partial(open_program, path), settings_of(config, threads))
 
@@ -36,6 +38,13 @@ def module_model(target: Any, config: ModelConfig, threads: int) -> TensorModel:
             " net.py:Net"
         )
     return TensorModel(partial(_open_module, target, config.weights), settings_of(config, threads))
+
+
+def refuse_pointer(path: str) -> None:
+    """Raises LoadFailed for a pointer that Git LFS left in place of the file; nothing for any other or no file."""
+    with suppress(OSError), open(path, "rb") as file:
+        if file.read(40).startswith(b"version https://git-lfs.github.com/"):
+            raise LoadFailed(f"{path} is a pointer of Git LFS, not the file itself: run git lfs pull in its repository")
 
 
 def settings_of(config: ModelConfig, threads: int) -> ProgramSettings:
@@ -98,5 +107,6 @@ def _open_module(target: Any, weights: str | None, settings: ProgramSettings) ->
     if weights is None:
         module = torch.instance_of(target)
     else:
+        refuse_pointer(weights)
         module = torch.load_weights(target, weights, settings.device, trust=settings.trust)
     return torch.of_module(module, settings, own=module is not target)

@@ -255,10 +255,11 @@ def _spec(value: Any, side: str) -> TensorSpec:
     datatype = _DATATYPES.get(value.type)
     shape = tuple(n if isinstance(n, int) and n >= 0 else -1 for n in value.shape)
     if datatype is None or (side == "input" and not shape):
-        raise LoadFailed(
-            f"{side} '{value.name}' of the graph is a {value.type} of shape {value.shape}; expected a tensor of numbers"
-            " or strings whose axis 0 is rows"
-        )
+        which = f"of shape {value.shape}" if value.shape else "that is a scalar or has an unknown rank"
+        maps = "map(" in value.type  # of scikit-learn's classifiers
+        hint = "; convert the model without ZipMap: options={'zipmap': False} of skl2onnx" if maps else ""
+        expected = "expected a tensor of numbers or strings whose axis 0 is rows"
+        raise LoadFailed(f"{side} '{value.name}' of the graph is a {value.type} {which}; {expected}{hint}")
     return TensorSpec(value.name, datatype, shape)
 
 

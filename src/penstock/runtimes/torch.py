@@ -5,6 +5,7 @@ unless the model's configuration has `trust = "pickle"`.
 """
 
 import inspect
+import re
 import threading
 import warnings
 import zipfile
@@ -31,6 +32,7 @@ from penstock.runtimes.weights import share
 from penstock.types import DATATYPES, TensorSpec
 
 _exported_lock: Final = threading.Lock()  # `torch.export.load` keeps its state in a global variable
+_COLLECTION: Final = re.compile(r"(typing\.)?(list|tuple|dict|sequence|mapping)\[.*Tensor", re.IGNORECASE)
 MOST_POWERS: Final = 32  # sizes of batches with "auto"
 
 
@@ -147,14 +149,26 @@ def load_weights(module: Any, path: str, device: str = "cpu", *, trust: str = "n
     """
     module = instance_of(module)
     state = load_pickled(path, device, trust=trust)
+    for key in ("state_dict", "model_state_dict", "model"):  # a checkpoint of Lightning, or of a training loop
+        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping) and key not in module.state_dict():
+            state = state[key]
     if not isinstance(state, Mapping):
         raise LoadFailed(f"{path} holds a {type(state).__name__}, expected a state dict")
     try:
-        module.load_state_dict(state)
+        module.load_state_dict(_unwrapped(state, module))
     except (RuntimeError, TypeError, AttributeError) as e:
         text = " ".join(str(e).split())[:500]
         raise LoadFailed(f"the weights in {path} do not fit {type(module).__name__}: {text}") from e
     return module.to(device).train(False)
+
+
+def _unwrapped(state: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
+    """The state dict without the prefixes of DataParallel and `torch.compile`, unless the module itself has them."""
+    for prefix in ("_orig_mod.", "module.", "_orig_mod."):
+        wrapped = state and all(name.startswith(prefix) for name in state)
+        if wrapped and not any(name.startswith(prefix) for name in module.state_dict()):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
 
 
 def instance_of(module: Any) -> Any:
@@ -275,8 +289,9 @@ def dtype_of(precision: str) -> Any:
 class TorchProgram:
     """Runs a prepared module on one device under `inference_mode`.
 
-    Floating-point inputs are cast to `precision`, floating-point outputs back to FP32. `forward` receives the inputs in
-    `keywords` by name, and the others in order. Each constructor argument is one property of a `Program`.
+    Floating-point inputs are cast to `precision`, or to the dtype in `casts`; half precision in outputs becomes FP32.
+    `forward` receives the inputs in `keywords` by name, and the others in order. Each constructor argument is one
+    property of a `Program`.
     """
 
     def __init__(
@@ -292,10 +307,12 @@ class TorchProgram:
         rows: tuple[int, int] = ANY_ROWS,
         unbatched: bool = False,
         images: Mapping[str, Image] = {},
+        casts: Mapping[str, Any] = {},
     ) -> None:
         self._torch = import_torch()
         self._module, self._device, self._keywords = module, device, keywords
-        self._dtype = None if precision == "fp32" else dtype_of(precision)
+        self._dtype = _half_of(module) if precision == "fp32" else dtype_of(precision)
+        self._casts = casts
         self.inputs, self.outputs, self.platform = inputs, outputs, platform
         self.rows, self.unbatched = rows, unbatched
         self._images = {name: normaliser(image, device) for name, image in images.items()}
@@ -314,8 +331,9 @@ class TorchProgram:
             tensor = tensors[spec.name]
             if spec.name in self._images:
                 tensor = self._images[spec.name](tensor)
-            if self._dtype is not None and tensor.is_floating_point():
-                tensor = tensor.to(self._dtype)
+            dtype = self._casts.get(spec.name, self._dtype)
+            if dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(dtype)
             if spec.name in self._keywords:
                 named[spec.name] = tensor
             else:
@@ -332,14 +350,22 @@ class TorchProgram:
         if isinstance(found, Mapping):
             return {str(name): value for name, value in found.items() if value is not None}
         several = list(found) if isinstance(found, (list, tuple)) else [found]
-        if len(self.outputs) == len(several):
-            return {spec.name: value for spec, value in zip(self.outputs, several, strict=True)}
-        return {f"OUTPUT__{i}": value for i, value in enumerate(several)}
+        names = [spec.name for spec in self.outputs]
+        if len(names) != len(several):
+            names = [f"OUTPUT__{i}" for i in range(len(several))]
+        return {name: value for name, value in zip(names, several, strict=True) if value is not None}
 
     def _output(self, name: str, value: Any) -> Any:
         if not isinstance(value, self._torch.Tensor):
             raise BadOutput(f"output '{name}' of the model is a {type(value).__name__}, expected a tensor")
         return value.float() if value.dtype in (self._torch.float16, self._torch.bfloat16) else value
+
+
+def _half_of(module: Any) -> Any:
+    """The dtype of half precision that all floating-point weights of a module have; None if they have none."""
+    weights = module.parameters() if hasattr(module, "parameters") else ()
+    dtypes = {weight.dtype for weight in weights if weight.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= {dtype_of("fp16"), dtype_of("bf16")} else None
 
 
 def normaliser(image: Image, device: str) -> Callable[[Any], Any]:
@@ -421,10 +447,9 @@ def of_exported(program: Any, settings: ProgramSettings) -> Program:
     inputs = [_spec(str(name), value, unbatched) for name, value in zip(names, values, strict=False)]
     if len(names) != len(values) or not all(inputs):
         raise LoadFailed("the exported program takes inputs other than tensors with rows; export one without them")
-    outputs = [
-        _spec(str(name), value, unbatched)
-        for name, value in zip(program.graph_signature.user_outputs, results, strict=True)
-    ]
+    told = [str(name) for name in program.graph_signature.user_outputs]
+    told = [f"{name}__{i}" if name in told[:i] else name for i, name in enumerate(told)]  # a tensor returned twice
+    outputs = [_spec(name, value, unbatched) for name, value in zip(told, results, strict=True)]
     if program.call_spec.out_spec.type not in (None, tuple, list):
         outputs = [None]  # a dict names its outputs
     ready = _prepared(program.module(), settings, [i.shape for i in inputs if i])
@@ -436,6 +461,7 @@ def of_exported(program: Any, settings: ProgramSettings) -> Program:
         sent,
         platform="pytorch_exported",
         keywords=frozenset(named),
+        casts={str(name): getattr(value, "dtype", None) for name, value in zip(names, values, strict=False)},
         outputs=tuple(o for o in outputs if o) if all(outputs) else (),
         rows=_rows_of(program, values),
         unbatched=unbatched,
@@ -476,16 +502,27 @@ def _rows_of(program: Any, values: list[Any]) -> tuple[int, int]:
 
 
 def _of_signature(module: Any) -> tuple[Input, ...]:
-    """The parameters of `forward`; INPUT__0 if it names none, as with *args."""
+    """The parameters of `forward`; INPUT__0 if it names none, as with *args. Raises LoadFailed if it needs lists."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = [p for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
-    return _inputs([(p.name, p.default is inspect.Parameter.empty) for p in parameters])
+    found = [(p.name, p.annotation, p.default is inspect.Parameter.empty) for p in parameters]
+    return _inputs(_tensors(found, lambda kind: not _COLLECTION.match(str(kind))))
 
 
 def _of_schema(module: Any) -> tuple[Input, ...]:
-    """The tensors that a TorchScript `forward` takes."""
-    arguments = [a for a in module.forward.schema.arguments[1:] if "Tensor" in str(a.type)]
-    return _inputs([(a.name, not a.has_default_value()) for a in arguments])
+    """The tensors that a TorchScript `forward` takes. Raises LoadFailed if it needs anything else."""
+    found = [(a.name, a.type, not a.has_default_value()) for a in module.forward.schema.arguments[1:]]
+    return _inputs(_tensors(found, lambda kind: str(kind) in ("Tensor", "Optional[Tensor]")))
+
+
+def _tensors(parameters: Iterable[tuple[str, Any, bool]], is_tensor: Callable[[Any], bool]) -> list[tuple[str, bool]]:
+    """Name and necessity of the parameters that are tensors, of (name, type, necessity)."""
+    for name, kind, needed in parameters:
+        if needed and not is_tensor(kind):
+            raise LoadFailed(
+                f"`forward` needs '{name}', which is {kind}; expected tensors: wrap the module in one that takes them"
+            )
+    return [(name, needed) for name, kind, needed in parameters if is_tensor(kind)]
 
 
 def _inputs(names: list[tuple[str, bool]]) -> tuple[Input, ...]:

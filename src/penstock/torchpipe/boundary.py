@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from penstock.core import os_threads
+from penstock.core.arrays import plain_array
 from penstock.core.portal.loop_thread import new_waiter
 from penstock.core.portal.waiters import SyncWaiter
 from penstock.errors import BadRequest, ItemFailed, PenstockError, describe
@@ -41,8 +42,7 @@ def to_array(value: Any) -> Any:
     if torch is None:
         return value
     if isinstance(value, torch.Tensor):
-        tensor = value.detach().cpu()
-        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        return plain_array(value)
     tensors = type(value) in (list, tuple) and any(isinstance(v, torch.Tensor) for v in value)
     return [to_array(v) for v in value] if tensors or _is_lists(value) else value
 

@@ -224,3 +224,10 @@ def test_a_file_loads_the_runtime_that_it_needs_and_no_other(in_folder):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True"]
+
+
+@pytest.mark.parametrize("name", ["net.onnx", "net.pt", "net.pt2"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path, name):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 3\n")
+    with pytest.raises(LoadFailed, match=f"{name} is a pointer of Git LFS, not the file itself: run git lfs pull"):
+        opened(str(tmp_path / name))

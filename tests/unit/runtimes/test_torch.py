@@ -94,6 +94,29 @@ def test_weights_of_another_module_are_named(model_files):
         loaders.load_weights(torch.nn.Linear, str(model_files / "weights.pt"))
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("key", [None, "state_dict", "model_state_dict", "model"])
+def test_weights_are_found_under_the_prefixes_and_keys_that_training_adds(tmp_path, prefix, key):
+    plain = torch.nn.Linear(4, 3).state_dict()
+    state = {f"{prefix}{name}": value for name, value in plain.items()}
+    torch.save(state if key is None else {"epoch": 3, key: state}, tmp_path / "checkpoint.pt")
+    found = loaders.load_weights(torch.nn.Linear(4, 3), str(tmp_path / "checkpoint.pt"))
+    assert torch.equal(found.weight, plain["weight"])
+
+
+def test_a_module_that_has_such_a_name_itself_keeps_it(tmp_path):
+    class Wrapped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module, self.model = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    plain = Wrapped().state_dict()
+    torch.save(plain, tmp_path / "weights.pt")
+    assert torch.equal(
+        loaders.load_weights(Wrapped, str(tmp_path / "weights.pt")).module.weight, plain["module.weight"]
+    )
+
+
 def test_a_file_without_a_state_dict_is_refused(tmp_path):
     torch.save(torch.zeros(3), tmp_path / "tensor.pt")
     with pytest.raises(LoadFailed, match="holds a Tensor, expected a state dict"):
@@ -386,3 +409,88 @@ def test_an_exported_program_without_rows_of_tensors_is_refused(forward, argumen
 def test_programs_run_on_the_gpu(model_files, name):
     module = loaders.prepare(loaders.load_module(str(model_files / name), "cuda:0"), "cuda:0")
     assert near(module(torch.tensor(X, device="cuda:0")).cpu(), scores(X), 1e-4)
+
+
+# ---- what networks of others take and return
+
+
+def scripted(module):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(module)
+
+
+class Half(torch.nn.Module):
+    """Takes two inputs, of which one has whole numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + shift[:, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["exported", "script", "module"])
+def test_a_network_of_half_precision_takes_and_returns_fp32(dtype, kind):
+    net = Half().to(dtype).eval()
+    example = (torch.zeros(2, 4, dtype=dtype), torch.zeros(2, dtype=torch.int64))
+    if kind == "exported":
+        rows = torch.export.Dim("rows", min=1, max=64)
+        program = of_exported(torch.export.export(net, example, dynamic_shapes=({0: rows}, {0: rows})), PLAIN)
+    else:
+        program = of_module(scripted(net) if kind == "script" else net, PLAIN)
+    first, second = (spec.name for spec in program.inputs)
+    (found,) = program.run({first: X, second: np.array([1, 2])}).values()
+    assert found.dtype == np.float32
+    assert np.allclose(found, net(torch.tensor(X).to(dtype), torch.tensor([1, 2])).detach().float(), atol=1e-2)
+
+
+class Pair(torch.nn.Module):
+    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None):
+        return x * 2, None, x
+
+
+class Twice(torch.nn.Module):
+    def forward(self, x: torch.Tensor):
+        y = x * 2
+        return y, y, x + 1
+
+
+def test_an_output_that_is_none_is_left_out():
+    found = of_module(Pair(), PLAIN).run({"x": X})
+    assert sorted(found) == ["OUTPUT__0", "OUTPUT__2"]
+    exported = of_exported(torch.export.export(Pair(), (torch.zeros(2, 4),)), PLAIN)
+    assert sorted(exported.run({exported.inputs[0].name: X})) == ["OUTPUT__0", "OUTPUT__2"]
+
+
+def test_an_output_that_is_returned_twice_has_two_names():
+    rows = torch.export.Dim("rows", min=1, max=64)
+    program = of_exported(torch.export.export(Twice(), (torch.zeros(2, 4),), dynamic_shapes=({0: rows},)), PLAIN)
+    found = program.run({program.inputs[0].name: X})
+    assert [spec.name for spec in program.outputs] == list(found)
+    assert [np.array_equal(array, X * 2) for array in found.values()] == [True, True, False]
+
+
+class Lists(torch.nn.Module):
+    def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(xs)
+
+
+class Number(torch.nn.Module):
+    def forward(self, x: torch.Tensor, times: int, more: float = 2.0) -> torch.Tensor:
+        return x * times * more
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        (Lists, r"`forward` needs 'xs', which is list\[torch.Tensor\]; expected tensors"),
+        (lambda: scripted(Lists()), r"`forward` needs 'xs', which is List\[Tensor\]; expected tensors"),
+        (lambda: scripted(Number()), "`forward` needs 'times', which is int; expected tensors"),
+    ],
+)
+def test_a_network_that_needs_more_than_tensors_is_refused_at_load(module, told):
+    with pytest.raises(LoadFailed, match=told):
+        of_module(module(), PLAIN)
