@@ -94,11 +94,9 @@ class CharacterModel:
         self.ends = {LETTERS.index(END)}
 
     def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt. Raises ValueError."""
-        unknown = sorted(set(prompt) - set(LETTERS))
-        if unknown:
-            raise ValueError(f"the prompt has {unknown[0]!r}; it may have small letters, spaces, colons and hyphens")
-        return [LETTERS.index(letter) for letter in prompt]
+        """The tokens of a prompt: capital letters become small ones, and what the network does not know spaces."""
+        known = (letter if letter in LETTERS else " " for letter in prompt.lower())
+        return [LETTERS.index(letter) for letter in known]
 
     def checked(self, tokens: list[int]) -> list[int]:
         """The tokens of a client. Raises ValueError."""

@@ -184,7 +184,7 @@ class ModelHandle:
         scheduler = Scheduler(
             make_policy(),
             max_batch_size=size,
-            max_queue=queue_bound(b, self._most_instances, self._full_rows),
+            max_queue=queue_bound(b, self._most_instances, self._full_rows, ready.metadata.task),
             max_queue_bytes=self._max_queue_bytes,
             depth=self._transport.depth,
             idempotent=b.idempotent,
@@ -211,8 +211,8 @@ class ModelHandle:
     def _on_change(self) -> None:
         """Adapts the state and the queue limit to the instances."""
         if self.batcher is not None:
-            limit = queue_bound(self.batching, self._most_instances, self._full_rows)
-            self.batcher.scheduler.max_queue = limit
+            task = self.metadata.task if self.metadata else ""
+            self.batcher.scheduler.max_queue = queue_bound(self.batching, self._most_instances, self._full_rows, task)
         if self.state == "DRAINING":
             return
         if self.instances.up and not self._broken:

@@ -23,6 +23,7 @@ from penstock.types import Item, SequenceRequest, TensorSpec
 
 MAX_SEQUENCE_ID = 200  # characters
 _QUEUED_BATCHES = 16  # queue limit per instance without `max_queue`
+_LARGEST = {"embedding": 2 * 2048}  # rows: two requests of OpenAI's API, because a part of the queue is reserved
 
 
 def devices_of(config: ModelConfig) -> tuple[str, ...]:
@@ -154,10 +155,11 @@ def policy_of(config: BatchingConfig) -> BatchPolicy:
     return policy
 
 
-def queue_bound(config: BatchingConfig, instances: int, max_batch_size: int) -> int:
-    """The maximum number of queued rows: `max_queue`, or a multiple of the number of instances."""
+def queue_bound(config: BatchingConfig, instances: int, max_batch_size: int, task: str = "") -> int:
+    """The maximum number of queued rows: `max_queue`, or a multiple of the number of instances, which has room for the
+    largest requests of the task."""
     size = DEFAULT_BATCH if config.rows == "none" else max_batch_size  # as many requests as of other models
-    return config.max_queue or _QUEUED_BATCHES * max(1, instances) * size
+    return config.max_queue or max(_QUEUED_BATCHES * max(1, instances) * size, _LARGEST.get(task, 0))
 
 
 # ---- rows and bucket of a request, read before a worker decodes it
