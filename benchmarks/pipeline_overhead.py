@@ -1,13 +1,18 @@
 """What does a pipeline itself cost, does a wait for full batches delay few clients, and does its memory stay flat?
 
 First, three empty nodes with 64 items in flight, through callbacks, through calling threads, and in calls of 1,000
-items: items/s and CPU time of the process for each. Second, decode - prepare - model, which sleep as long as such
-nodes compute, with 2 clients and batches of up to 4: waits of 0 and 10 ms. Third, images of 100 kB, produced by the
-first of three nodes as fast as it may, before a last node that takes 5 ms: the peak memory above the start.
+items: items/s and CPU time of the process for each. Second, two to four nodes that leave the interpreter for 0.6 ms, as
+long as a JPEG takes: the CPU time is then that of the interpreter and of hand-overs. Third, decode - prepare - model,
+which sleep as long as such nodes compute, with 2 clients and batches of up to 4: waits of 0 and 10 ms. Fourth, images
+of 100 kB, produced by the first of three nodes as fast as it may, before a last node that takes 5 ms: the peak memory
+above the start.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +30,7 @@ from penstock.pipeline.ops.base import BatchOp, ItemOp
 IN_FLIGHT = 64
 IMAGE_BYTES = 100_000
 FLOOD = 2_000
+WORK_S = 0.0006
 MIB = 2**20
 
 
@@ -99,7 +105,7 @@ def by_callbacks(pipeline: LocalPipeline, seconds: float) -> list[float]:
     return latencies
 
 
-def by_threads(pipeline: LocalPipeline, seconds: float, threads: int = IN_FLIGHT) -> list[float]:
+def by_threads(pipeline: LocalPipeline, seconds: float, clients: int = IN_FLIGHT) -> list[float]:
     """Latencies of a number of threads that call one after the other."""
     latencies: list[float] = []
     end = time.perf_counter() + seconds
@@ -112,11 +118,31 @@ def by_threads(pipeline: LocalPipeline, seconds: float, threads: int = IN_FLIGHT
             latencies.append(now - last)
             last = now
 
-    crew = [threading.Thread(target=loop) for _ in range(threads)]
+    crew = [threading.Thread(target=loop) for _ in range(clients)]
     for thread in crew:
         thread.start()
     for thread in crew:
         thread.join()
+    return latencies
+
+
+def by_coroutines(pipeline: LocalPipeline, seconds: float, clients: int = IN_FLIGHT) -> list[float]:
+    """Latencies of a number of coroutines that call one after the other."""
+    latencies: list[float] = []
+    end = time.perf_counter() + seconds
+
+    async def loop() -> None:
+        last = time.perf_counter()
+        while last < end:
+            assert (await pipeline.submit({"data": 1})).error is None
+            now = time.perf_counter()
+            latencies.append(now - last)
+            last = now
+
+    async def all_loops() -> None:
+        await asyncio.gather(*(loop() for _ in range(clients)))
+
+    asyncio.run(all_loops())
     return latencies
 
 
@@ -142,6 +168,33 @@ def measured(graph: Graph, load: Callable[[LocalPipeline, float], list[float]], 
     n = len(latencies)
     mean_ms = 1e3 * sum(latencies) / n
     return {"rate": n / wall, "cpu_us": cpu / n * 1e6, "mean_ms": mean_ms, **harness.percentiles(latencies)}
+
+
+# ---- what nodes that work cost
+
+
+def working(nodes: int) -> Graph:
+    return chain(*[(NodeStep("Nap", {"seconds": WORK_S}), {"instances": 2})] * nodes)
+
+
+def interpreter_time(options: argparse.Namespace, report: harness.Report) -> None:
+    """The tables of nodes that work, and their target."""
+    for nodes in (2, 3, 4):
+        for clients in (10, 32):
+            calls = {"threads": by_threads, "coroutines": by_coroutines}
+            runs = harness.interleave(
+                options.rounds,
+                {
+                    name: functools.partial(
+                        measured, working(nodes), functools.partial(call, clients=clients), options.seconds
+                    )
+                    for name, call in calls.items()
+                },
+            )
+            report.add({"pipeline": f"{nodes} nodes that work, {clients} clients"}, runs, base="threads")
+            if (nodes, clients) == (3, 10):
+                for name, samples in runs.items():
+                    report.target(f"3 nodes, 10 {name}: processor us an item", [x["cpu_us"] for x in samples], most=200)
 
 
 # ---- few clients and a wait
@@ -197,8 +250,10 @@ def main() -> None:
     report.target("callbacks: processor us an item", [x["cpu_us"] for x in runs["callbacks"]], most=60)
     report.target("callbacks: items/s", [x["rate"] for x in runs["callbacks"]], least=15_000)
 
+    interpreter_time(options, report)
+
     def two(pipeline: LocalPipeline, seconds: float) -> list[float]:
-        return by_threads(pipeline, seconds, threads=2)
+        return by_threads(pipeline, seconds, clients=2)
 
     waits = {"wait 0": 0.0, "wait 10 ms": 0.010}
     runs = harness.interleave(

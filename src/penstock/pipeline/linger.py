@@ -39,10 +39,12 @@ class Linger:
         self._lingered = 0
 
     def on_arrival(self, entry: Entry, now: float) -> None:
-        self._base.on_arrival(entry, now)
+        if self._slice_s is None:  # slices are never held, so there is nothing to learn
+            self._base.on_arrival(entry, now)
 
     def on_complete(self, batch: SlotBatch, seconds: float, view: View, now: float) -> None:
-        self._base.on_complete(batch, seconds, view, now)
+        if self._slice_s is None:
+            self._base.on_complete(batch, seconds, view, now)
 
     def select(self, view: View, now: float) -> Choice:
         choice = self._base.select(view, now)
