@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -89,7 +90,7 @@ def test_an_open_loop_of_two_rates_is_stored_with_a_report(server: Any, data: st
     result = run_bench(server.url, "--data", data, *flags)
     assert result.exit_code == 0, result.output
     assert [line.split()[0] for line in result.stdout.splitlines()[1:3]] == ["50/s", "100/s"]
-    assert "50/s poisson: queue " in result.stdout
+    assert re.search(r"^load +queue .*\n50/s poisson ", result.stdout, re.MULTILINE)
     report = (tmp_path / "out" / "report.md").read_text()
     assert "100/s poisson" in report
     assert "<svg" in (tmp_path / "out" / "report.html").read_text()
@@ -100,7 +101,7 @@ def test_a_ramp_ends_at_its_last_rate(server: Any, data: str) -> None:
     flags = ["--mode", "ramp", "--rate", "100,150", "--duration", "0.3", "--warmup", "0", "--slo", "p50<=10s"]
     result = run_bench(server.url, "--data", data, *flags)
     assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines()[-1] == "knee: 150/s hold p50<=10s; no higher rate was requested"
+    assert "knee: 150/s hold p50<=10s; no higher rate was requested" in result.stdout.splitlines()
 
 
 @pytest.mark.usefixtures("any_machine")
@@ -131,7 +132,7 @@ def test_a_server_that_dies_in_a_run_makes_it_invalid(serve: Callable[..., Any],
     server = serve(DEADLY, "deadly")
     result = run_bench(server.url, "--data", data, "--concurrency", "2,4", "--duration", "60", "--warmup", "0")
     assert result.exit_code == 1
-    assert result.stdout.splitlines()[1].split() == ["2", "clients", "INVALID"]
+    assert result.stdout.splitlines()[1].split()[:3] == ["2", "clients", "INVALID"]
     assert "the target went away" in result.stdout
     assert result.stderr.splitlines()[-1].startswith("penstock: no connection to ")
 

@@ -59,7 +59,7 @@ def test_every_file_and_command_of_the_tuning_page_works(tmp_path: Path) -> None
         [model, rows] for model in ("Ranker", "Edges") for rows in ("1", "4", "16", "32")
     ]
     loads = [text for line, text in outputs.items() if line.startswith("penstock bench ")]
-    assert all("good/s" in text or "INVALID" in text for text in loads)
+    assert all("throughput/s" in text or "INVALID" in text for text in loads)
     assert len([text for text in loads if "32 clients" in text]) >= 3
     assert (tmp_path / "tune-ranker" / "report.html").is_file()
     assert (tmp_path / "penstock.toml").is_file()

@@ -197,10 +197,23 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(line).rstrip() for line in lines]
 
 
-def as_lines(blocks: Sequence[Block]) -> list[str]:
-    """The sentences of the blocks, for a terminal."""
-    texts = ([b.text] if isinstance(b, Paragraph) else b.items if isinstance(b, BulletList) else () for b in blocks)
-    return [text for found in texts for text in found if text]
+def as_text(blocks: Sequence[Block]) -> str:
+    """The blocks that say something, for a terminal."""
+    return "\n".join(line for block in _with_content(blocks) for line in _lines(block))
+
+
+def _lines(block: Block) -> list[str]:
+    match block:
+        case Heading(text):
+            return ["", text]
+        case Paragraph(text):
+            return [text]
+        case BulletList(items):
+            return [f"- {item}" for item in items]
+        case CodeBlock(caption, text):
+            return [caption, text]
+        case TableBlock(header, rows, note):
+            return [*align([header, *rows]), *([note] if note else [])]
 
 
 # ---- Markdown

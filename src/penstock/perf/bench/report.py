@@ -1,6 +1,7 @@
 """The report of a results folder: the verdict first, then the evidence."""
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -82,6 +83,11 @@ def compose(origin: Origin, measurements: Sequence[Measurement], verdict: Verdic
 
 
 def evidence(points: Sequence[LoadPoint], origin: Origin, notes: Sequence[str] = ()) -> list[Block]:
+    """What is known of the loads besides their own figures, and of the machine."""
+    return [*findings(points, origin, notes), Heading("Machine"), facts(_machine(origin))]
+
+
+def findings(points: Sequence[LoadPoint], origin: Origin, notes: Sequence[str] = ()) -> list[Block]:
     """What is known of the loads besides their own figures."""
     measured = sum(bool(p.runs or p.invalid) for p in points)
     invalid = by_text([(text, p.name) for p in points for run in p.invalid for text in run.invalid], measured)
@@ -96,8 +102,6 @@ def evidence(points: Sequence[LoadPoint], origin: Origin, notes: Sequence[str] =
         Heading("Errors"),
         table(_ERRORS, [p for p in points if p.errors]),
         CodeBlock("First error:", next((run.first_error for p in points for run in p.runs if run.first_error), "")),
-        Heading("Machine"),
-        facts(_machine(origin)),
     ]
 
 
@@ -221,15 +225,28 @@ def _gpus(p: LoadPoint) -> str:
     return f"{percent(share)}, {memory(max(gpu.memory_bytes for gpu in gpus))}"
 
 
+def _judged(p: LoadPoint) -> str:
+    return MET[p.met] if any(run.slo for run in p.runs) else ""
+
+
+def _batches(p: LoadPoint) -> str:
+    counts = Counter[str]()
+    for run in p.runs:
+        counts.update(run.server.batches if run.server else {})
+    return " ".join(f"<={rows}:{count:,}" for rows, count in counts.items() if count)
+
+
 LOADS: Final[Mapping[str, Callable[[LoadPoint], str]]] = {
     "load": lambda p: p.load.label,
-    "SLO": lambda p: MET[p.met] if p.runs else INVALID if p.invalid else "not run",
+    "SLO": lambda p: _judged(p) if p.runs else INVALID if p.invalid else "not run",
     "throughput/s": _valid(lambda p: _spread(p, throughput)),
     "goodput/s": _number(FIGURES["goodput_per_s"]),
+    "mean": _seconds(FIGURES["mean_s"]),
     "p50": _seconds(FIGURES["p50_s"]),
     "p90": _seconds(FIGURES["p90_s"]),
     "p99 (95 %)": _valid(lambda p: _p99(p)),
     "p99.9": _seconds(FIGURES["p999_s"]),
+    "max": _seconds(FIGURES["max_s"]),
     "runs": lambda p: f"{len(p.runs)}" + (f" (+{len(p.invalid)} invalid)" if p.invalid else ""),
     "requests": _valid(lambda p: f"{sum(run.requests for run in p.runs):,}"),
     "errors": _valid(lambda p: f"{sum(p.errors.values()):,}"),
@@ -241,6 +258,7 @@ _SERVER: Final[Mapping[str, Callable[[LoadPoint], str]]] = {
     "CPU cores": _number(FIGURES["cpu_cores"]),
     "memory": lambda p: memory(p.median(FIGURES["memory_bytes"])),
     "GPU": _gpus,
+    "batches by rows": _batches,
 }
 _SERVER_NOTE: Final = "Memory is the sum over the server's processes; a shared page counts once per process."
 _ERRORS: Final[Mapping[str, Callable[[LoadPoint], str]]] = {

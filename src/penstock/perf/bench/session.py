@@ -1,29 +1,18 @@
 """`penstock bench`: its loads one after another (fixed, rising until the SLO breaks, or doubling), printed and kept."""
 
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Final, Literal
 
 import click
 from msgspec import Struct
 
 from penstock.errors import FAILED
-from penstock.perf.bench.document import UNKNOWN, align, as_lines, by_text, memory, table, value_text
+from penstock.perf.bench.document import Paragraph, as_text, table, value_text
 from penstock.perf.bench.expectation import Expectation
-from penstock.perf.bench.measurement import (
-    FIGURES,
-    MOST_ERRORS,
-    STAGES,
-    Load,
-    Measurement,
-    Slo,
-    group_by_load,
-    parse_slo,
-    server_stats,
-)
-from penstock.perf.bench.report import INVALID, in_a_line, load_verdict, publish
+from penstock.perf.bench.measurement import MOST_ERRORS, Load, Measurement, Slo, group_by_load, parse_slo
+from penstock.perf.bench.report import LOADS, findings, in_a_line, load_verdict, publish
 from penstock.perf.bench.results import Origin, Results, json_text
 from penstock.perf.bench.run import measure
 from penstock.perf.bench.target import Target
@@ -236,22 +225,26 @@ class BenchSession(Struct, kw_only=True):
         if self.results is not None:
             self.results.append(run)
         if not self.as_json:
-            click.echo(_CLEAR * sys.stderr.isatty() + f"{name_of(run, self.plan.repeat)}: {in_a_line(run)}", err=True)
+            repeat = f" #{run.repeat + 1}" if self.plan.repeat > 1 else ""
+            click.echo(_CLEAR * sys.stderr.isatty() + f"{run.load.label}{repeat}: {in_a_line(run)}", err=True)
 
     def print(self) -> None:
         if self.as_json:
             found = {"origin": self.origin, "measurements": self.runs, "found": self.found}
             click.echo(json_text(found), nl=False)
         elif self.runs:
-            for text in (*align(rows(self.runs)), *server_lines(self.runs), *notes(self.runs), *self.found):
-                click.echo(text)
-            if self.expect is not None:
-                wrong = sum(run.errors.get("wrong", 0) for run in self.runs)
-                of = sum(run.requests for run in self.runs)
-                first = f"; the first: {self.expect.first}" if self.expect.first else ""
-                click.echo(f"{wrong:,} of {of:,} responses differ from --expect{first}")
-            if self.slo.objectives and self.plan.mode in ("closed", "open"):
-                click.echo("\n".join(as_lines(load_verdict(group_by_load(self.runs), self.slo.text))))
+            points, judged = group_by_load(self.runs), self.slo.objectives and self.plan.mode in ("closed", "open")
+            verdict = load_verdict(points, self.slo.text) if judged else map(Paragraph, self.found)
+            blocks = [table(LOADS, points), Paragraph(self._agreement()), *verdict, *findings(points, self.origin)]
+            click.echo(as_text(blocks))
+
+    def _agreement(self) -> str:
+        """How many responses differ from the expected ones; "" without --expect."""
+        if self.expect is None:
+            return ""
+        wrong, of = sum(run.errors.get("wrong", 0) for run in self.runs), sum(run.requests for run in self.runs)
+        first = f"; the first: {self.expect.first}" if self.expect.first else ""
+        return f"{wrong:,} of {of:,} responses differ from --expect{first}"
 
     def close(self) -> None:
         """Writes the summary and the report, if results are stored."""
@@ -291,91 +284,3 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[Load, float, int], None]]:
         yield show
     finally:
         sys.stderr.write(_CLEAR)
-
-
-# ---- text on a terminal
-
-
-def _ms(seconds: float | None) -> str:
-    return UNKNOWN if seconds is None else f"{seconds * 1e3:,.4g}"
-
-
-def _latency(name: str) -> Callable[[Measurement], str]:
-    return lambda run: _ms(FIGURES[name](run))
-
-
-def _of_server(name: str, form: str) -> Callable[[Measurement], str]:
-    def text(run: Measurement) -> str:
-        value = FIGURES[name](run)
-        return "" if value is None else format(value, form)
-
-    return text
-
-
-_COLUMNS: Final[Mapping[str, Callable[[Measurement], str]]] = {
-    "in time/s": lambda run: "" if run.goodput is None else f"{run.goodput:,.5g}",
-    "mean ms": _latency("mean_s"),
-    "p50 ms": _latency("p50_s"),
-    "p90 ms": _latency("p90_s"),
-    "p99 ms": _latency("p99_s"),
-    "p99.9 ms": _latency("p999_s"),
-    "max ms": _latency("max_s"),
-    "errors": lambda run: " ".join(f"{code}:{count:,}" for code, count in sorted(run.errors.items())),
-    "batch": _of_server("mean_batch", ".1f"),
-    "cores": _of_server("cpu_cores", ".2f"),
-    "SLO": lambda run: {True: "met", False: "MISSED", None: UNKNOWN}[run.met] if run.slo else "",
-}
-
-
-def name_of(run: Measurement, repeats: int) -> str:
-    """The load, with the number of the repeat if there are several."""
-    return f"{run.load.label} #{run.repeat + 1}" if repeats > 1 else run.load.label
-
-
-def _names(runs: Sequence[Measurement]) -> list[str]:
-    repeats = max((run.repeat for run in runs), default=0) + 1
-    return [name_of(run, repeats) for run in runs]
-
-
-def rows(runs: Sequence[Measurement]) -> list[Sequence[str]]:
-    """The heading and a row per run, with the columns that any run has. An invalid run has no figures."""
-    names = {id(run): name for run, name in zip(runs, _names(runs), strict=True)}
-    columns = {name: partial(_cell, cell) for name, cell in _COLUMNS.items()}
-    found = table({"load": lambda run: names[id(run)], "good/s": _good, **columns}, runs)
-    return [found.header, *found.rows]
-
-
-def _good(run: Measurement) -> str:
-    return INVALID if run.invalid else f"{run.throughput:,.5g}"
-
-
-def _cell(cell: Callable[[Measurement], str], run: Measurement) -> str:
-    return "" if run.invalid else cell(run)
-
-
-def notes(runs: Sequence[Measurement]) -> list[str]:
-    """The caveats, reasons of INVALID and first errors, each once with its loads."""
-    found: list[tuple[str, str]] = []
-    for run, name in zip(runs, _names(runs), strict=True):
-        errors = [] if run.first_error is None else [f"first error: {run.first_error}"]
-        found += [(text, name) for text in [*(f"{INVALID}: {t}" for t in run.invalid), *run.caveats, *errors]]
-    return by_text(found, len(set(_names(runs))))
-
-
-def server_lines(runs: Sequence[Measurement]) -> list[str]:
-    """A line per valid run about the server."""
-    named = zip(runs, _names(runs), strict=True)
-    lines = ((name, _server(run)) for run, name in named if not run.invalid)
-    return [f"{name}: {text}" for name, text in lines if text]
-
-
-def _server(run: Measurement) -> str:
-    server = server_stats(run)
-    parts = [f"{name} {_ms(value)} ms" for name, figure in STAGES.items() if (value := figure(run)) is not None]
-    if server.batches:
-        counts = " ".join(f"<={rows}:{count:,}" for rows, count in server.batches.items() if count)
-        parts.append(f"batches by rows {counts}")
-    if server.memory_bytes is not None:
-        parts.append(f"memory {memory(server.memory_bytes)}")
-    parts += [f"{gpu.name} {gpu.utilization:.0%}, {memory(gpu.memory_bytes)}" for gpu in server.gpus]
-    return " · ".join(parts)

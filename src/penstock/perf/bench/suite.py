@@ -21,7 +21,7 @@ from penstock.client.endpoint import Endpoint, parse_url
 from penstock.client.response import HttpResponse
 from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError, PenstockError
-from penstock.perf.bench.document import PAGE, REPORT, as_lines
+from penstock.perf.bench.document import PAGE, REPORT, as_text
 from penstock.perf.bench.document import publish as publish_report
 from penstock.perf.bench.load_run import run_async
 from penstock.perf.bench.measurement import Load, Measurement, Slo
@@ -344,8 +344,7 @@ class SuiteSession:
         )  # --resume repeats invalid runs
         suite_rows = rows_of([point for job in self._jobs for point in job.points], measurements)
         report = suite_report(suite_rows, origin, notes)
-        for text in as_lines(report.verdict):
-            click.echo(text)
+        click.echo(as_text(report.verdict))
         files = {AB_REPORT: ab_report(suite_rows, origin.machine)}
         publish_report(folder, report, lambda: suite_plots(suite_rows, measurements, origin.slo), files)
         click.echo(f"{folder}: {AB_REPORT}, {REPORT}, {PAGE}")

@@ -226,8 +226,7 @@ _SETTINGS: Final[Mapping[str, Callable[[SuiteRow], str]]] = {
     "workers": lambda row: str(row.point.workers),
     "batch": lambda row: str(row.point.batch_size),
 }
-_MEANS: Final[Mapping[str, Callable[[SuiteRow], str]]] = {
-    "mean": lambda row: _known(row.median(FIGURES["mean_s"])),
+_BATCH: Final[Mapping[str, Callable[[SuiteRow], str]]] = {
     "batch p50": lambda row: _known(row.median(lambda m: server_stats(m).worker_at_s.get("p50"))),
 }
 
@@ -242,4 +241,4 @@ def _section(rows: Sequence[SuiteRow]) -> list[Block]:
         f"{redacted(case.url)}: {case.requests} requests per run with {case.input or 'its own example'}; a batch waits "
         f"at most {case.batch_delay_ms} ms to fill."
     )
-    return [Heading(case.text), Paragraph(text), table({**_SETTINGS, **LOADS, **_MEANS}, rows)]
+    return [Heading(case.text), Paragraph(text), table({**_SETTINGS, **LOADS, **_BATCH}, rows)]

@@ -277,7 +277,8 @@ def test_loads_without_server_stats_are_left_out_of_the_server_table(make_measur
     assert [row["errors"] for row in loads(report)] == ["0", "1,200"]
     (server,) = (block for block in report.rest if isinstance(block, TableBlock) and "queue" in block.header)
     assert [row[0] for row in server.rows] == ["100/s poisson"]
-    assert (server.header[-1], server.rows[0][-1]) == ("GPU", "10 %, 1 GiB")
+    assert (server.header[-2], server.rows[0][-2]) == ("GPU", "10 %, 1 GiB")
+    assert (server.header[-1], server.rows[0][-1]) == ("batches by rows", "<=1:20 <=2:40 <=4:30 <=8:6")
     no_gpu = compose(ORIGIN, [make_measurement(rate=100.0, server=ServerStats(queue_s=0.1))])
     (server,) = (block for block in no_gpu.rest if isinstance(block, TableBlock) and "queue" in block.header)
     assert server.header[-1] == "memory"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +17,8 @@ from penstock.perf.bench.measurement import (
     parse_slo,
 )
 from penstock.perf.bench.report import in_a_line
-from penstock.perf.bench.session import LoadPlan, notes, rows, run_plan, server_lines
+from penstock.perf.bench.results import Origin
+from penstock.perf.bench.session import BenchSession, LoadPlan, run_plan
 
 # ---- the loads of a plan
 
@@ -227,48 +229,45 @@ BROKEN = Measurement(
 )
 
 
-def test_a_run_is_a_row_with_latencies_in_milliseconds_and_na_where_samples_are_too_few() -> None:
-    heading, row = rows([RUN])
-    assert dict(zip(heading, row, strict=True)) == {
-        "load": "8 clients", "good/s": "1,234.6", "mean ms": "6", "p50 ms": "5", "p90 ms": "8", "p99 ms": "12.3",
-        "p99.9 ms": "n/a", "max ms": "500", "errors": "503:2", "batch": "7.8", "cores": "1.50", "SLO": "MISSED",
-    }  # fmt: skip
-
-
-def test_an_invalid_run_has_a_word_in_the_place_of_its_numbers() -> None:
-    table = rows([RUN, BROKEN])
-    assert table[2][:2] == ["64 clients", "INVALID"]
-    assert not any(table[2][2:])
-    assert "9" not in " ".join(table[2][2:])
-
-
-def test_columns_that_nothing_is_known_of_are_left_out_and_repeats_are_numbered() -> None:
-    assert rows([BROKEN, BROKEN]) == [["load", "good/s"], *[["64 clients", "INVALID"]] * 2]
-    heading, first, second = rows([Measurement(load=RUN.load), Measurement(load=RUN.load, repeat=1)])
-    assert not {"batch", "SLO", "errors"} & {*heading}
-    assert (first[0], second[0]) == ("8 clients #1", "8 clients #2")
-
-
 def test_a_load_is_labelled_by_its_parameters() -> None:
     loads = [Load(mode="closed", concurrency=1), Load(mode="open", rate=0.5, arrival="gamma:2")]
     loads.append(Load(mode="open", arrival="trace:a.jsonl"))
     assert [load.label for load in loads] == ["1 client", "0.5/s gamma:2", "trace:a.jsonl"]
 
 
-def test_a_note_on_all_runs_appears_once_and_errors_with_their_load() -> None:
-    clean = Measurement(load=Load(mode="closed", concurrency=1), caveats=RUN.caveats)
-    assert notes([clean, RUN]) == ["a closed loop cannot see stalls", "8 clients: first error: status 503: busy"]
+def printed(capsys: pytest.CaptureFixture[str], *runs: Measurement) -> str:
+    session = BenchSession(plan=LoadPlan(mode="closed"), slo=Slo(), origin=Origin(command="bench"), runs=[*runs])
+    session.print()
+    return capsys.readouterr().out
 
 
-def test_an_invalid_run_says_why() -> None:
-    assert notes([RUN, BROKEN])[-1] == "64 clients: INVALID: the generator was late"
+def test_the_loads_are_printed_as_tables_and_then_what_is_known_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, RUN, BROKEN)
+    heading, first, second = (re.split("  +", line) for line in text.splitlines()[:3])
+    assert dict(zip(heading, first, strict=True)) == {
+        "load": "8 clients", "SLO": "missed", "throughput/s": "1,235", "goodput/s": "n/a", "mean": "6 ms",
+        "p50": "5 ms", "p90": "8 ms", "p99 (95 %)": "12.3 ms", "p99.9": "n/a", "max": "500 ms", "runs": "1",
+        "requests": "1,000", "errors": "2",
+    }  # fmt: skip
+    assert second == ["64 clients", "INVALID", "0 (+1 invalid)"], "an invalid run has no figures"
+    server = dict(zip(*(re.split("  +", line) for line in lines_below(text, "In the server")[:2]), strict=True))
+    assert server == {
+        "load": "8 clients", "queue": "1 ms", "preprocess": "n/a", "run": "4 ms", "postprocess": "n/a",
+        "mean batch": "7.84", "CPU cores": "1.5", "memory": "300 MiB", "GPU": "80 %, 1 GiB",
+        "batches by rows": "<=1:3 <=8:120",
+    }  # fmt: skip
+    assert lines_below(text, "Invalid runs") == ["- 64 clients: the generator was late"]
+    assert lines_below(text, "Caveats") == ["- 8 clients: a closed loop cannot see stalls"]
+    assert lines_below(text, "Errors")[-2:] == ["First error:", "status 503: busy"]
 
 
-def test_the_servers_side_is_one_line_a_run() -> None:
-    assert server_lines([RUN, BROKEN]) == [
-        "8 clients: queue 1 ms · run 4 ms · batches by rows <=1:3 <=8:120 · memory 300 MiB · NVIDIA H200 80%, 1 GiB"
-    ]
-    assert server_lines([Measurement(load=RUN.load, server=ServerStats())]) == []
+def lines_below(text: str, heading: str) -> list[str]:
+    return text.partition(f"\n{heading}\n")[2].partition("\n\n")[0].splitlines()
+
+
+def test_columns_that_nothing_is_known_of_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, Measurement(load=RUN.load, server=ServerStats()))
+    assert not {"SLO", "GPU", "batches by rows"} & set(re.split(r"  +|\n", text))
 
 
 def test_a_finished_run_is_printed_in_one_line() -> None:

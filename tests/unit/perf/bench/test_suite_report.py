@@ -196,8 +196,8 @@ def test_the_report_has_a_line_for_each_run() -> None:
     shown += ["mean", "batch p50"]
     rows = [dict(zip(header, line, strict=False)) for line in lines]
     assert [[row.get(name, "") for name in shown] for row in rows] == [
-        ["1", "1", "10 clients", "n/a", "100", "100 ms", "200 ms", "300 ms", "0", "100 ms", "6 ms"],
-        ["1", "8", "10 clients", "n/a", "200", "50 ms", "100 ms", "150 ms", "0", "50 ms", "6 ms"],
+        ["1", "1", "10 clients", "", "100", "100 ms", "200 ms", "300 ms", "0", "100 ms", "6 ms"],
+        ["1", "8", "10 clients", "", "200", "50 ms", "100 ms", "150 ms", "0", "50 ms", "6 ms"],
         ["1", "16", "10 clients", "not run", "", "", "", "", "", "", ""],
     ]
     assert "| resnet eager_mode: cpu, 1 worker, batch 1, 10 clients | 2 ms | 1 ms | 4 ms | 1 ms | 6.5 | 2 |" in "".join(
