@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -33,7 +33,6 @@ from penstock.perf.bench.document import (
 )
 from penstock.perf.bench.measurement import Objective, Slo, parse_slo
 from penstock.perf.bench.plots import BAD, FAINT, SERIES, draw_each, seconds_axis
-from penstock.perf.bench.report import MET
 from penstock.perf.bench.results import command_line
 from penstock.perf.simulate.costs import CostCurve, parse_memory, read_cost
 from penstock.perf.simulate.planner import (
@@ -48,6 +47,7 @@ from penstock.perf.simulate.planner import (
     useful,
 )
 from penstock.perf.simulate.replay import (
+    COLUMNS,
     ReplayResult,
     describe,
     parse_duration,
@@ -173,7 +173,7 @@ class PlanReport(Struct, frozen=True):
 
     def compose(self) -> Report:
         """The report without its plots."""
-        rest: list[Block] = [Heading("Every simulation of the peak"), table(_TRIED, self.plan.tried)]
+        rest: list[Block] = [Heading("Every simulation of the peak"), table(COLUMNS, self.plan.tried)]
         first: list[Block] = [
             self.verdict(),
             document.facts(self.facts()),
@@ -245,20 +245,6 @@ class PlanReport(Struct, frozen=True):
 def _count(instances: int) -> str:
     """The number with its noun."""
     return f"{instances:,} instance{'s' * (instances != 1)}"
-
-
-_TRIED: Final[Mapping[str, Callable[[ReplayResult], str]]] = {
-    "instances": lambda one: f"{one.instances:,}",
-    "batch": lambda one: f"{one.batch}",
-    "SLO": lambda one: MET[one.met] if one.keeps_up else "does not keep up",
-    "answered/s": lambda one: number(one.throughput),
-    "p50": lambda one: seconds(one.latency.p50_s),
-    "p99": lambda one: seconds(one.latency.p99_s),
-    "p99.9": lambda one: seconds(one.latency.p999_s),
-    "mean batch": lambda one: f"{one.mean_batch:.1f}",
-    "busy": lambda one: percent(one.busy),
-    "wait": lambda one: seconds(one.wait_s),
-}
 
 
 # ---- the plots

@@ -16,9 +16,10 @@ from penstock.core.batching.ladder import Sizes, ladder_of
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.engine.rules import policy_of
 from penstock.errors import ConfigError, nearest
-from penstock.perf.bench.document import UNKNOWN, align, number
+from penstock.perf.bench.document import as_text, number, percent, seconds, table
 from penstock.perf.bench.figures import latency_of
 from penstock.perf.bench.measurement import Latency, Load, Measurement, ObjectiveResult, Slo, parse_slo
+from penstock.perf.bench.report import MET
 from penstock.perf.bench.workload import parse_arrival, read_trace, times
 from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime, SimulationSettings, simulate
 from penstock.perf.tune.space import parse_space
@@ -82,10 +83,10 @@ class ReplayResult(Struct, frozen=True, kw_only=True):
 
 def parse_duration(text: str) -> float:
     """Seconds of "5ms", "200us" or "0.1s". Raises ConfigError."""
-    seconds = quantity(text, TIME_UNITS)
-    if seconds is None:
+    found = quantity(text, TIME_UNITS)
+    if found is None:
         raise ConfigError(f'"{text}" is no time; expected a number with us, ms or s, for instance 5ms')
-    return seconds
+    return found
 
 
 def parse_cost(text: str) -> tuple[float, float]:
@@ -279,7 +280,7 @@ def describe(text: str, load: OpenLoop) -> str:
 
 def _table(results: Sequence[ReplayResult]) -> Iterator[str]:
     """A line for each combination, then the best."""
-    yield from align([list(_COLUMNS), *([text(one) for text in _COLUMNS.values()] for one in results)])
+    yield as_text([table(COLUMNS, results)])
     first = best(results)
     slo = ",".join(objective.text for objective in results[0].slo)
     if first is not None:
@@ -291,25 +292,22 @@ def _table(results: Sequence[ReplayResult]) -> Iterator[str]:
         yield f"none of them meets {slo}" if slo else "none of them keeps up"
 
 
-def _ms(value: float | None) -> str:
-    return number(None if value is None else value * 1e3)
-
-
-def _verdict(one: ReplayResult) -> str:
+def _judged(one: ReplayResult) -> str:
     if not one.keeps_up:
         return "does not keep up"
-    return {True: "met", False: "MISSED", None: UNKNOWN if one.slo else ""}[one.met]
+    return MET[one.met] if one.slo else ""
 
 
-_COLUMNS: Final[Mapping[str, Callable[[ReplayResult], str]]] = {
+COLUMNS: Final[Mapping[str, Callable[[ReplayResult], str]]] = {
     "policy": lambda one: one.policy,
-    "instances": lambda one: str(one.instances),
-    "batch": lambda one: str(one.batch),
-    "answered/s": lambda one: f"{one.throughput:,.5g}",
-    "p50 ms": lambda one: _ms(one.latency.p50_s),
-    "p99 ms": lambda one: _ms(one.latency.p99_s),
-    "p99.9 ms": lambda one: _ms(one.latency.p999_s),
+    "instances": lambda one: f"{one.instances:,}",
+    "batch": lambda one: f"{one.batch}",
+    "answered/s": lambda one: number(one.throughput),
+    "p50": lambda one: seconds(one.latency.p50_s),
+    "p99": lambda one: seconds(one.latency.p99_s),
+    "p99.9": lambda one: seconds(one.latency.p999_s),
     "mean batch": lambda one: f"{one.mean_batch:.1f}",
-    "busy": lambda one: f"{one.busy:.0%}",
-    "SLO": _verdict,
+    "busy": lambda one: percent(one.busy),
+    "wait": lambda one: seconds(one.wait_s),
+    "SLO": _judged,
 }

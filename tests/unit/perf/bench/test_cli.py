@@ -341,7 +341,7 @@ def test_responses_that_differ_from_the_expected_ones_are_counted_and_fail_the_r
     flags = [url_of(elsewhere), "--data", body, "--concurrency", "1", "--requests", "100", "--warmup", "0"]
     result = run_bench(*flags, "--expect", "label=cat")
     assert result.exit_code == 1
-    assert "wrong:10" in result.stdout
+    assert "wrong: 10" in result.stdout
     assert "10 of 100 responses differ from --expect; the first: to request 1, label: found 'dog', expected 'cat'" in (
         result.stdout
     )
