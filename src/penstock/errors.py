@@ -307,8 +307,10 @@ class ErrorList:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` for the most similar known word, or an empty string."""
+    """`"; did you mean 'x'?"` for the most similar known word; empty if there is none, or the word itself is known."""
     known = list(known)
+    if word in known:  # it is no slip: the word is right, and not here
+        return ""
     close = [k for k in known if k.lower() == word.lower()] or difflib.get_close_matches(word, known, n=1, cutoff=0.51)
     if not close:  # of words that share just half their letters, only one that begins alike looks like a slip
         close = difflib.get_close_matches(word, [k for k in known if k[:1] == word[:1]], n=1, cutoff=0.5)

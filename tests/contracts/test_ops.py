@@ -118,7 +118,8 @@ def without_target(params):
 
 def test_every_op_of_the_catalog_is_checked() -> None:
     raising = {"C10Exception", "RuntimeError"}
-    assert NAMES - MODELS - raising == set(CASES)
+    of_a_module = {"PyTensor"}  # it needs one of the user's
+    assert NAMES - MODELS - raising - of_a_module == set(CASES)
 
 
 class Op(ItemOp):

@@ -84,6 +84,10 @@ def test_byte_order_marks_are_ignored(tmp_path: Path) -> None:
     assert list(configured(BOM + b'[models.m]\ntarget = "app.py:M"\n')(tmp_path).models) == ["m"]
 
 
+def test_a_known_word_is_not_suggested_in_its_own_place() -> None:
+    assert nearest("color", ["color", "colors"]) == ""
+
+
 def test_a_name_in_another_case_is_the_nearest() -> None:
     assert nearest("model", ["model2", "Model", "modes"]) == "; did you mean 'Model'?"
 

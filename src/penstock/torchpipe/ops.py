@@ -11,8 +11,11 @@ from msgspec import Struct
 from penstock.errors import BadRequest, ConfigError
 from penstock.pipeline.filters import OUTCOMES, Filter, swap
 from penstock.pipeline.model_op import ModelOp
-from penstock.pipeline.ops.base import DATA, Array, Fields, ItemOp, as_mat, found
+from penstock.pipeline.ops.base import DATA, Array, Fields, ItemOp, as_mat, as_tensor, found
 from penstock.pipeline.ops.catalog import BUILTIN
+from penstock.plugins import load_object
+from penstock.runtimes.torch import import_torch
+from penstock.torchpipe.boundary import to_array, to_tensor
 from penstock.values import convert
 
 ALIASES = {"cp": "Copy", "Del": "Remove", "Empty": "Identity", "mv": "Move", "rm": "Remove"}
@@ -23,6 +26,7 @@ OPS = {
     "BorrowReplay": "penstock.torchpipe.ops:BorrowReplay",
     "C10Exception": "penstock.pipeline.ops.data:Raise",
     "OpenvinoMat": "penstock.torchpipe.ops:OpenvinoMat",
+    "PyTensor": "penstock.torchpipe.ops:PyTensor",
     "RuntimeError": "penstock.pipeline.ops.data:Raise",
 }
 """The locations of ops that only TorchPipe's files need."""
@@ -119,6 +123,19 @@ FILTER_NAMES: Final = {name.lower(): name for name in FILTERS} | {
 
 
 # ---- ops
+
+
+class PyTensor(ItemOp):
+    """What the function `tensor2tensor` in your module `PyTensor` makes of a tensor: torch.Tensor -> torch.Tensor."""
+
+    takes = "tensor"
+
+    def __init__(self) -> None:
+        self.function: Any = load_object("PyTensor:tensor2tensor")
+
+    def __call__(self, data: Any, fields: Fields) -> Any:
+        import_torch()  # the function receives a tensor even if nothing else has imported it
+        return to_array(self.function(to_tensor(as_tensor(data, "PyTensor"))))
 
 
 class OpenvinoMat(ModelOp):

@@ -172,9 +172,13 @@ class pipe:
         node, nodes = fields.get(NODE_NAME), self._graph.nodes
         if len(nodes) == 1:
             return fields, None  # whatever its name
+        if isinstance(node, str) and node not in nodes:
+            node = node.removeprefix("node.")  # TorchPipe registers the node a as node.a
         if node is not None and node not in nodes:
             known = ", ".join(nodes)
-            raise NoSuchNode(f"{NODE_NAME} is {node!r}, expected one of {known}{nearest(str(node), nodes)}")
+            raise NoSuchNode(
+                f"{NODE_NAME} is {fields[NODE_NAME]!r}, expected one of {known}{nearest(str(node), nodes)}"
+            )
         return fields, node
 
     def _fill(self, item: Item, fields: Fields, outcome: ItemOutcome) -> None:

@@ -1,14 +1,16 @@
-"""OpenvinoMat: images in, images out."""
+"""OpenvinoMat: images in, images out. PyTensor: the function of a user's module."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock.torchpipe.ops import OpenvinoMat
+from penstock.errors import BadRequest, ConfigError
+from penstock.torchpipe.ops import OpenvinoMat, PyTensor
 
 onnx = pytest.importorskip("onnx")
 
@@ -48,3 +50,16 @@ def test_a_bad_image_fails_alone_and_tensors_are_accepted(op: OpenvinoMat) -> No
     bad, good = op(["no image", tensor], [{}, {}])
     assert "OpenvinoMat found str, expected an image" in str(bad)
     assert good[0].shape == (4, 4, 3)
+
+
+def test_pytensor_calls_the_function_of_the_users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "PyTensor.py").write_text("def tensor2tensor(data):\n    return data.flip(-1).to(data.dtype)\n")
+    with pytest.raises(ConfigError, match="there is no module 'PyTensor'"):
+        PyTensor()
+    monkeypatch.syspath_prepend(tmp_path)
+    image = np.arange(12, dtype=np.uint8).reshape(1, 3, 2, 2)
+    assert np.array_equal(PyTensor()(image, {}), image[..., ::-1])
+    with pytest.raises(BadRequest, match="PyTensor found str, expected a tensor"):
+        PyTensor()("text", {})
+    monkeypatch.delitem(sys.modules, "PyTensor")

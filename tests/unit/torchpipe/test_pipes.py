@@ -78,8 +78,10 @@ def test_a_list_may_be_empty_or_longer_than_any_queue(double: pipe) -> None:
     assert [item["result"] for item in items] == [2 * i for i in range(3000)]
 
 
-def test_an_item_begins_where_its_node_name_says(double: pipe) -> None:
-    item = {"data": 3, "node_name": "last"}
+@pytest.mark.parametrize("name", ["last", "node.last"])
+def test_an_item_begins_where_its_node_name_says(double: pipe, name: str) -> None:
+    """TorchPipe registers the node `last` as `node.last`, too."""
+    item = {"data": 3, "node_name": name}
     double(item)
     assert item["result"] == 3
     with pytest.raises(IndexError, match=r"node_name is 'frist', expected one of first, last; did you mean 'first'"):
