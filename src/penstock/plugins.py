@@ -44,12 +44,14 @@ BUILTIN: dict[str, dict[str, str]] = {
         "torchserve_inputs": "penstock.torchserve.protocol.codec:InputsCodec",
         "torchserve_raw": "penstock.torchserve.protocol.codec:RawCodec",
     },
-    # opens targets other than Python code: model files, pipeline files, torch.nn.Module; and a `predict` of tensors
+    # opens targets other than Python code: model files, pipeline files, torch.nn.Module; a `predict` of tensors; and
+    # `preprocess` in processes of its own
     "runtime": {
         "file": "penstock.runtimes.files:file_model",
         "module": "penstock.runtimes.files:module_model",
         "arrays": "penstock.runtimes.torch_arrays:torch_arrays",
         "pipeline": "penstock.pipeline.model:PipelineModel",
+        "preprocess": "penstock.runtimes.preprocess:PreprocessPool",
     },
     # functions that recognise a TOML file of a model by its tables; any other file is a configuration
     "toml": {

@@ -222,6 +222,23 @@ def test_the_model_that_reads_its_requests_answers_its_curl_line(serve: Callable
     assert server.post("/predictions/greeter", b"{}")[0] == 400
 
 
+def test_the_models_with_helper_processes_answer_their_curl_lines(serve: Callable[..., Any], tmp_path: Path) -> None:
+    for need in ("cv2", "tokenizers", "torch"):
+        pytest.importorskip(need)
+    for block in blocks("docs/models.md", "python"):
+        if (file := block.splitlines()[0].removeprefix("# ")) in ("sentiment.py", "brightness.py"):
+            (tmp_path / file).write_text(block)
+    config = next(block for block in blocks("docs/models.md", "toml") if "preprocess_processes" in block)
+    (tmp_path / "penstock.toml").write_text(config)
+    lines = next(block for block in blocks("docs/models.md", "") if "predictions/sentiment" in block)
+    server = serve(None, "penstock.toml", cwd=tmp_path)
+    score, mean = (json.loads(answer) for answer in shell(lines, server.url, ROOT))
+    assert score == 1.0
+    assert 0 < mean < 255
+    assert server.post("/predictions/brightness", b"no image", "image/png")[0] == 400
+    assert server.metric("penstock_preprocess_processes") == 4
+
+
 def test_the_steps_of_scaling_run(serve: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = "docs/scale.md"
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "run"))

@@ -117,7 +117,7 @@ def reading() -> Callable[..., ServerSnapshot]:
     def make(model: str = "m", version: str = "1", http: bool = True, **more: object) -> ServerSnapshot:
         status = ModelStatus(model, version, "READY", 2, 1, 64, ("cpu",), queue=3)
         fields = {"scheduler": TOLD, "pids": {0: os.getpid()}, "in_flight": 7, "queue_rows": 5, "queue_bytes": 50}
-        fields["resident"] = {"evictions": 2}
+        fields |= {"resident": {"evictions": 2}, "helpers": 2}
         one = ModelSnapshot(status, **{**fields, "max_queue_rows": 100, **more})  # type: ignore[arg-type]
         listener = HttpSnapshot(9, 1, {2: 10, 4: 3}) if http else None
         return ServerSnapshot([one], 4096, 8192, listener, [("cpu", 100, 60)])

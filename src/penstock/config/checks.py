@@ -14,6 +14,7 @@ from typing import Final, NoReturn
 
 from penstock.config.inputs import input_texts
 from penstock.config.schema import (
+    MOST_HELPERS,
     MOST_INSTANCES,
     REMOTE,
     AutoscaleConfig,
@@ -188,6 +189,14 @@ def check_model(model: ModelConfig, where: str = "") -> None:
         raise ConfigError(
             f"{where}instances: found {model.instances}, but the inline transport runs one instance, on the event loop;"
             " use transport = 'thread' or 'process' for more"
+        )
+    helpers = model.preprocess_processes
+    if not 0 <= helpers <= MOST_HELPERS:  # a caller in Python skips the schema
+        raise ConfigError(f"{where}preprocess_processes: found {helpers}, expected 0 to {MOST_HELPERS}")
+    if helpers and model.transport == "inline":
+        raise ConfigError(
+            f"{where}preprocess_processes: found {helpers}, but the inline transport runs on the event loop, which"
+            " cannot wait for helpers; use transport = 'process' or 'thread'"
         )
     _check_autoscale(model, where)
     check_sizes(model.batching, f"{where}batching.")

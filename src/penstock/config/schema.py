@@ -13,12 +13,14 @@ from penstock.types import Task
 
 MOST: Final = 2**31 - 1  # of a count, and of seconds: the system's calls and TorchServe's clients take no more
 MOST_INSTANCES: Final = 4096  # of one version, whatever `limits.max_instances` is
+MOST_HELPERS: Final = 1024  # of one worker
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=MOST)]
 Positive = Annotated[int, Meta(ge=1, le=MOST)]
 Instances = Annotated[int, Meta(ge=1, le=MOST_INSTANCES)]
 Threads = Annotated[int, Meta(ge=1, le=4096)]
+Helpers = Annotated[int, Meta(ge=0, le=MOST_HELPERS)]
 Bytes = Annotated[int, Meta(ge=1, le=2**46)]  # half of what a process can address
 Seconds = Annotated[float, Meta(gt=0, le=MOST)]
 Hold = Annotated[float, Meta(ge=0, le=MOST)]
@@ -447,6 +449,13 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     threads: Annotated[
         Threads | None, doc("threads of numeric libraries in each worker; by default physical cores / instances")
     ] = None
+    preprocess_processes: Annotated[
+        Helpers,
+        doc(
+            "helper processes of each worker that run `preprocess` of a Python class; 0: the worker runs it itself (see"
+            " models.md)"
+        ),
+    ] = 0
     trust: Annotated[Literal["none", "pickle"], doc('"pickle" allows a model file to run code when it is loaded')] = (
         "none"
     )

@@ -310,9 +310,10 @@ class BatchRecord(Struct):
 class ModelSnapshot(Struct):
     """The state of one model version. `scheduler` is what its scheduler explains, `pids` its processes by slot,
     `resident` its memory on devices with a budget. `oldest_s` is how long the oldest queued request has waited, `slo_s`
-    the target latency."""
+    the target latency. `helpers` counts the processes that preprocess for workers that are up."""
 
     status: ModelStatus
+    helpers: int = 0
     in_flight: int = 0
     queue_rows: int = 0
     queue_bytes: int = 0

@@ -236,6 +236,12 @@ REFUSED: list[tuple[Config, str]] = [
         models(net={"transport": "ray", "max_memory_bytes": 10}),
         "max_memory_bytes: found 10, but the ray transport has no",
     ),
+    (models(m={"preprocess_processes": -1}), "models.m.preprocess_processes: found -1, expected 0 to 1024"),
+    (models(m={"preprocess_processes": 1025}), "models.m.preprocess_processes: found 1025, expected 0 to 1024"),
+    (
+        models(m={"transport": "inline", "preprocess_processes": 2}),
+        "models.m.preprocess_processes: found 2, but the inline transport runs on the event loop",
+    ),
     (models(net={"ray": RayConfig(num_gpus=1)}), "ray: .ray. keys require transport = 'ray'"),
 ]
 

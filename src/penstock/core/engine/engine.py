@@ -425,6 +425,8 @@ class Engine:
             served["hint"] = _DECLARE
         if handle.mode == "continuous":
             served["mode"] = handle.mode
+        if handle.config.preprocess_processes:
+            served["preprocess_processes"] = handle.config.preprocess_processes
         if handle.sequences is not None:
             served["max_sequences"] = handle.batching.max_sequences
         found = structs.replace(handle.metadata, parameters={**handle.metadata.parameters, **served})

@@ -357,6 +357,7 @@ class ModelHandle:
         with batcher.guard:
             return ModelSnapshot(
                 status=self.status(),
+                helpers=self.instances.up * self.config.preprocess_processes,
                 in_flight=batcher.pending,
                 queue_rows=scheduler.queued_rows,
                 queue_bytes=scheduler.queued_bytes,

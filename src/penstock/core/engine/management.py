@@ -31,7 +31,7 @@ from penstock.types import ModelStatus
 
 log = logging.getLogger("penstock.engine")
 
-_OWN = ("env", "labels", "options", "trust", "weights")  # keys that only the server's configuration may set
+_OWN = ("env", "labels", "options", "preprocess_processes", "trust", "weights")  # only the configuration may set them
 Change = Callable[[], Coroutine[Any, Any, None] | None]
 
 
@@ -206,8 +206,8 @@ class Management:
         return self._guarded(model, config)
 
     def _guarded(self, model: str, config: ModelConfig) -> ModelConfig:
-        """The configuration with an allowed target. Only the server's configuration may set keys that run other code or
-        read other files: `_OWN`, and classes for transport and policy."""
+        """The configuration with an allowed target. Only the server's configuration may set keys that run other code,
+        read other files or start more processes: `_OWN`, and classes for transport and policy."""
         target, section = self._targets.resolve(config.target, model, config.version)
         own = section or ModelConfig(target=target)
         default = ModelConfig(target=target)

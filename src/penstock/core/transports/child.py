@@ -262,7 +262,8 @@ class Worker:
         # We no longer refer to the payloads: references that still live are the model's.
         del decoded
         self._answer(run, leases, final[0])
-        self._inbox.turns.brief = final[0].run_s < BRIEF_S and self._runner.model.collate is None
+        model = self._runner.model
+        self._inbox.turns.brief = final[0].run_s < BRIEF_S and model.collate is None and model.helpers is None
         return True
 
     def _begun(self, box: list[Work]) -> Finishing:

@@ -46,6 +46,7 @@ class ConcurrentBatch:
         self._run = BatchRun(runner, batch_id, decoded, lambda part: None)
         self._done = done
         self._since_s = self._signed_s = time.perf_counter()
+        self._cancelled = False
         self._lock = threading.Lock()
         self._units: list[list[int]] = [[] for _ in decoded.items]  # units per item
         for u, i in enumerate(decoded.owners):
@@ -59,8 +60,21 @@ class ConcurrentBatch:
 
     def start(self) -> None:
         """Called once. Raises only what ends a worker."""
+        run, model = self._run, self._runner.model
+        if model.helpers is None:
+            run.preprocess()
+            self._begin()
+        else:
+            items, owners, values = run.d.items, run.d.owners, run.d.values
+            sent = [model.for_helper(values[u], items[owners[u]]) for u in run.live]
+            model.helpers.soon(sent, self._preprocessed)
+
+    def _preprocessed(self, values: list[Any]) -> None:
+        self._run.replace(values)
+        self._begin(time.perf_counter() - self._since_s)
+
+    def _begin(self, waited_s: float = 0.0) -> None:
         run = self._run
-        run.preprocess()
         self._asked = list(run.live)
         self._open = set(run.live)
         for u in run.live:
@@ -70,8 +84,12 @@ class ConcurrentBatch:
             self._done(self, never)
         if not self._asked:
             return
+        if self._cancelled:
+            self.cancel()
+            return
         items, owners = run.d.items, run.d.owners
-        values, budgets = run.arguments(self._asked), [items[owners[u]].budget_s for u in self._asked]
+        left_s = [items[owners[u]].budget_s for u in self._asked]
+        values, budgets = run.arguments(self._asked), [None if s is None else s - waited_s for s in left_s]
         run.d.values = []  # only the model keeps the memory that the values refer to
         try:
             assert self._runner.model.submit is not None
@@ -84,9 +102,12 @@ class ConcurrentBatch:
         with self._lock:
             if self._open:
                 self._end = end
+            elif self._cancelled:
+                end()
 
     def cancel(self) -> None:
         """Abandons the batch: the model may stop working on it and need not answer."""
+        self._cancelled = True
         end, self._end = self._end, None
         try:
             if end is not None:

@@ -179,6 +179,8 @@ class WorkerThread:
         finally:
             if self._finisher is not None:
                 self._finisher.close()
+            if runner.model.helpers is not None:
+                runner.model.helpers.close()  # a model that ended its thread is not unloaded
         if self._failed is not None:
             raise self._failed
         runner.close()

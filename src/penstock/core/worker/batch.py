@@ -71,6 +71,8 @@ class Runner(Protocol):
 
     def call(self, values: list[Any], explain: bool = ...) -> Any: ...
 
+    def preprocessed(self, values: list[Any], items: list[Item]) -> list[Any]: ...
+
     def error_of(self, error: BaseException, doing: str = ...) -> PenstockError: ...
 
 
@@ -137,20 +139,19 @@ class BatchRun:
 
     def preprocess(self) -> None:
         """Replaces values by the results of `preprocess`; a unit on which it raises fails."""
-        hook = self.runner.model.preprocess
-        if hook is None or self.d.checked or self.d.preprocessed:
-            return
-        live = []
-        for u in self.live:
-            try:
-                self.d.values[u] = self.runner.model.preprocessed(self.d.values[u], self.d.items[self.d.owners[u]])
-            except ENDS:
-                raise
-            except BaseException as e:
-                self.outcomes[u] = self.runner.error_of(e, "preprocess raised")
+        if self.runner.model.preprocess is not None and not (self.d.checked or self.d.preprocessed):
+            d, owners = self.d, self.d.owners
+            items = [d.items[owners[u]] for u in self.live]
+            self.replace(self.runner.preprocessed([d.values[u] for u in self.live], items))
+
+    def replace(self, preprocessed: list[Any]) -> None:
+        """Replaces the values of the units that live; see `preprocess`."""
+        for u, value in zip(self.live, preprocessed, strict=True):
+            if type(value) is Unsent:
+                self.outcomes[u] = value.error
             else:
-                live.append(u)
-        self.live = live
+                self.d.values[u] = value
+        self.live = [u for u in self.live if self.outcomes[u] is _NOTHING]
 
     def attempt(self, units: list[int], first: Callable[[], Any] | None = None) -> None:
         """Predicts these units; after an error in halves, if the configuration allows it. `first` gives what a call

@@ -96,23 +96,23 @@ class BatchRunner:
                 decoded.contexts.append(context)
                 decoded.values += units
                 decoded.owners += [i] * len(units)
+        if self.model.helpers is not None and self.model.submit is None:
+            self._preprocess_early(decoded)
         if self.model.collate is not None and self.batching.rows != "none":
             self._collate_early(decoded)
         decoded.seconds = time.perf_counter() - started
         return decoded
 
+    def _preprocess_early(self, decoded: Decoded) -> None:
+        items = [decoded.items[i] for i in decoded.owners]
+        decoded.values, decoded.preprocessed = self.preprocessed(decoded.values, items), True
+
     def _collate_early(self, decoded: Decoded) -> None:
         """Preprocesses and collates the batch. `run` repeats a call that raises, and finds the items that make it."""
-        values = list(decoded.values)
         try:
-            owners, explained = decoded.owners, decoded.explained
-            if self.model.preprocess is not None:
-                items = [decoded.items[i] for i in owners]
-                values = [
-                    v if type(v) is Unsent else self._preprocessed(v, item)
-                    for v, item in zip(values, items, strict=True)
-                ]
-            decoded.values, decoded.preprocessed = values, True
+            if not decoded.preprocessed:
+                self._preprocess_early(decoded)
+            values, owners, explained = decoded.values, decoded.owners, decoded.explained
             units = [u for u, v in enumerate(values) if type(v) is not Unsent and owners[u] not in explained]
             ladder, rows = self.model.item_ladder, len(units)
             chunks = [(0, rows, rows)] if ladder is None else list(ladder.chunks(rows))
@@ -122,10 +122,24 @@ class BatchRunner:
         except BaseException as e:
             traceback.clear_frames(e.__traceback__)  # they hold the memory of the failed call
 
+    def preprocessed(self, values: list[Any], items: list[Item]) -> list[Any]:
+        """The results of `preprocess` for the values of these items; Unsent in place of a value on which it raises, and
+        of one that was Unsent. Raises exceptions in `ENDS`."""
+        model, pairs = self.model, zip(values, items, strict=True)
+        if model.preprocess is None:
+            return list(values)
+        if model.helpers is None:
+            return [value if type(value) is Unsent else self._preprocessed(value, item) for value, item in pairs]
+        sent = [model.for_helper(value, item) for value, item in pairs if type(value) is not Unsent]
+        found = iter(model.helpers(sent))
+        return [value if type(value) is Unsent else next(found) for value in values]
+
     def _preprocessed(self, value: Any, item: Item) -> Any:
         try:
             return self.model.preprocessed(value, item)
-        except Exception as e:
+        except ENDS:
+            raise
+        except BaseException as e:
             return Unsent(self.error_of(e, "preprocess raised"))
 
     def _staged(self, values: list[Any]) -> Any:

@@ -20,7 +20,7 @@ from penstock.core.worker import nesting
 from penstock.core.worker.devices import threads_of
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.profile import RowsCoupled, warm_up
-from penstock.core.worker.python_model import PythonModel, Tensors, is_torch_module
+from penstock.core.worker.python_model import Helpers, PythonModel, Tensors, is_torch_module
 from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.errors import (
     ConfigError,
@@ -44,6 +44,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     Raises LoadFailed, TargetNotFound, ConfigError.
     """
     sys.path[:0] = [path for path in spec.sys_path if path not in sys.path]
+    helpers, opened = None, False
     # the form parser warns about every malformed body, but a request is never logged above DEBUG
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     try:
@@ -57,6 +58,8 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         if isinstance(named, str) and is_pipeline_file(named):
             options = {**options, "file": named}
         model = PythonModel(target, options, tensors, **extras, threads=partial(_threads, spec))
+        if config.preprocess_processes:
+            model.helpers = helpers = _helpers(spec, target)
         model.load(device)
         recorded = metrics.drain() or []  # before the warm-up, whose metrics do not count
         declared = model.declared_options()
@@ -87,6 +90,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
             model.pad(_ladder(batching, best or DEFAULT_BATCH))
             if model.graphs is not None and model.graphs.sizes:  # their times are others than those of the first runs
                 profile, _ = warm_up(runner, structs.replace(batching, rows="axis0"))
+        opened = True
     except PenstockError:
         raise
     except SystemExit as e:
@@ -95,6 +99,9 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         text = "".join(traceback.format_exception(e))
         kind = LoadOutOfMemory if out_of_memory(e) else LoadFailed
         raise kind(f"loading '{spec.name}' raised {describe(e)}{raised_at(e)}", detail=text) from e
+    finally:
+        if helpers is not None and not opened:
+            helpers.close()
     ready = Ready(runner.metadata, shown_device or device, os.getpid(), declared, profile, best, metrics=recorded)
     ready.coupled, ready.graphs, ready.asks_requests = coupled, model.graphs, model.asks_requests
     if model.graphs is not None:
@@ -178,6 +185,20 @@ def _model(found: Any, spec: WorkerSpec) -> tuple[Any, dict[str, Tensors]]:
             " mean and std out, and normalise in the model"
         )
     return found, {"inputs": input_texts(config.inputs, "inputs"), "outputs": config.outputs}
+
+
+def _helpers(spec: WorkerSpec, target: Any) -> Helpers:
+    """Running processes for `preprocess` of a target. Raises LoadFailed for one without it, or that fails there."""
+    if not callable(getattr(target, "preprocess", None)) or hasattr(target, "__penstock_columns__"):
+        raise LoadFailed(
+            f"preprocess_processes: found {spec.config.preprocess_processes}, but '{spec.config.target}' is no Python"
+            " class with preprocess(item); leave the key out"
+        )
+    try:
+        helpers: Helpers = resolve("runtime", "preprocess")(spec)
+    except PenstockError as e:
+        raise LoadFailed(f"preprocess_processes: {e.message}", detail=e.detail) from e
+    return helpers
 
 
 def _threads(spec: WorkerSpec) -> int:

@@ -12,8 +12,9 @@ import msgspec
 
 from penstock.config.schema import BatchingConfig, with_options
 from penstock.core.batching.ladder import Ladder
+from penstock.core.wire.objects import picklable
 from penstock.core.worker.item_types import ModelTypes, check_takes_items, takes_arrays
-from penstock.core.worker.predict import AdmitsUnits, Asked, SequenceStates, WithAsked, asked_by, asked_of
+from penstock.core.worker.predict import AdmitsUnits, Asked, SequenceStates, Unit, WithAsked, asked_by, asked_of
 from penstock.core.worker.step_loop import Answer as Answer
 from penstock.core.worker.step_loop import StepLoop
 from penstock.errors import ConfigError, LoadFailed, nearest
@@ -32,7 +33,7 @@ _OPTIONS = "__penstock_options__"
 _SIDES = ("inputs", "outputs")
 _ARRAYS = ("numpy", "torch")  # of a `predict` with declared inputs
 _BATCH_HOOKS = ("preprocess", "collate", "postprocess", "warmup", "explain")
-_HOOKS = (*_BATCH_HOOKS, "load", "unload", "admit", "step", "evict", "cost")
+_HOOKS = (*_BATCH_HOOKS, "load", "load_preprocess", "unload", "admit", "step", "evict", "cost")
 
 
 class Options(BatchingConfig, frozen=True, kw_only=True):
@@ -92,6 +93,19 @@ Submit = Callable[[list[Any], list[float | None], Answer], Callable[[], None]]
 Extra = str | int | Callable[[], int] | None
 
 
+class Helpers(Protocol):
+    """Processes that run `preprocess` of a model; see `runtimes/preprocess.py`."""
+
+    def __call__(self, values: list[Any]) -> list[Any]:
+        """The preprocessed values, in order; Unsent in place of one that failed."""
+
+    def soon(self, values: list[Any], done: Callable[[list[Any]], None]) -> None:
+        """Passes them to `done` instead, in another thread."""
+
+    def close(self) -> None:
+        """Ends the processes. Idempotent."""
+
+
 class PythonModel:
     """The model behind a target. `load` instantiates a class; a function needs no loading.
 
@@ -120,6 +134,7 @@ class PythonModel:
         self.warmup: Callable[[], Any] | None = None
         self.explain: Callable[[list[Any]], Any] | None = None
         self.collate: Callable[[list[Any]], Any] | None = None  # makes what `predict` receives of the items
+        self.helpers: Helpers | None = None  # run `preprocess` in place of this process; set before `load`
         # Members of our own models, under names that users do not have. `send_parts_to` receives the sink for partial
         # results.
         self.phases: Phases | None = None  # of a model on a device that overlaps batches
@@ -147,8 +162,7 @@ class PythonModel:
     def load(self, device: str) -> None:
         """Raises LoadFailed when there is nothing to call, and the errors of the user's code."""
         target = self._target
-        _check_options(target, self._options)
-        found = target(**self._options) if inspect.isclass(target) else target
+        found = constructed(target, self._options)
         predict = getattr(found, "predict", None) or (found if callable(found) else None)
         self.stepped = all(callable(getattr(found, name, None)) for name in ("admit", "step"))
         if not callable(predict) and not self.stepped:
@@ -160,7 +174,9 @@ class PythonModel:
         for hook in _HOOKS:
             if inspect.iscoroutinefunction(getattr(found, hook, None)):
                 raise LoadFailed(f"'{hook}' of the model is async: only 'predict' may be")
-        load = getattr(found, "load", None)
+        load_preprocess, load = getattr(found, "load_preprocess", None), getattr(found, "load", None)
+        if load_preprocess is not None and self.helpers is None:
+            load_preprocess()
         if load is not None:
             self.takes = frozenset(getattr(found, "__penstock_takes__", inspect.signature(load).parameters))
             load(device, **_accepted(load, self._extras))
@@ -247,6 +263,11 @@ class PythonModel:
         """Whether it reads the requests of its items."""
         return "request" in (*self.asked.values(), *self.preprocess_asked.values())
 
+    def for_helper(self, value: Any, item: Item) -> Any:
+        """What a helper receives for an item's value."""
+        value = picklable(value)
+        return Unit(value, asked_of(item, self.preprocess_asked)) if self.preprocess_asked else value
+
     def preprocessed(self, value: Any, item: Item) -> Any:
         """What `preprocess` makes of an item's value."""
         assert self.preprocess is not None
@@ -317,8 +338,12 @@ class PythonModel:
     def unload(self) -> None:
         self.phases = None
         unload = getattr(self._model, "unload", None)
-        if unload is not None:
-            unload()
+        try:
+            if unload is not None:
+                unload()
+        finally:
+            if self.helpers is not None:
+                self.helpers.close()
 
     def metadata(self, name: str, version: str, task: str | None = None) -> ModelMetadata:
         """The metadata that the model declares in `inputs`, `outputs`, `parameters` and, unless it is given, `task`.
@@ -419,6 +444,12 @@ def is_torch_module(found: object) -> bool:
     """Whether an object is a `torch.nn.Module`, or a class of them. Never imports torch."""
     kind = found if inspect.isclass(found) else type(found)
     return any(c.__module__ == "torch.nn.modules.module" and c.__name__ == "Module" for c in kind.__mro__)
+
+
+def constructed(target: Any, options: Mapping[str, Any]) -> Any:
+    """The model of a target: an instance of a class with these options, or the target itself. Raises LoadFailed."""
+    _check_options(target, options)
+    return target(**options) if inspect.isclass(target) else target
 
 
 def _check_options(target: Any, options: Mapping[str, Any]) -> None:

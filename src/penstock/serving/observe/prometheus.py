@@ -96,6 +96,7 @@ _GAUGES: tuple[tuple[Family, Callable[[ModelSnapshot], float]], ...] = (
     (_gauge("penstock_batch_limit_rows", "max_batch_size."), lambda m: m.status.max_batch_size),
     (_gauge("penstock_workers", "Desired number of workers."), lambda m: m.status.instances),
     (_gauge("penstock_workers_up", "Workers that are up."), lambda m: m.status.ready_instances),
+    (_gauge("penstock_preprocess_processes", "Helper processes of the workers that are up."), lambda m: m.helpers),
 )
 _STATE = _gauge("penstock_model_state", "1 for the current state of a model version, 0 for the others.", "state")
 _COST_A = _gauge("penstock_cost_fixed_seconds", "Learned: a of a + b*n seconds for a batch of n rows, once sizes vary.")

@@ -10,9 +10,10 @@ import pytest
 
 from penstock.config.schema import BatchingConfig
 from penstock.core.transports.concurrent import ConcurrentBatch
+from penstock.core.wire.messages import Unsent
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.python_model import PythonModel
-from penstock.errors import BadOutput, ItemFailed, PenstockError
+from penstock.errors import BadOutput, Cancelled, ItemFailed, PenstockError
 from penstock.types import BatchPart, Item, Step
 
 
@@ -32,11 +33,19 @@ class Late:
         self.ended += 1
 
 
+class Helpers:
+    """In place of processes that preprocess: keeps what it was given until the test answers."""
+
+    def soon(self, values: list[Any], done: Any) -> None:
+        self.values, self.done = values, done
+
+
 class Stage:
-    def __init__(self, model: Any, items: list[Item]) -> None:
+    def __init__(self, model: Any, items: list[Item], helpers: Any = None) -> None:
         self.model = model
         wrapped = PythonModel(model)
         wrapped.load("cpu")
+        wrapped.helpers = helpers
         self.runner = BatchRunner(wrapped, wrapped.metadata("m", "1"), BatchingConfig())
         self.parts: list[BatchPart] = []
         self.lock = threading.Lock()
@@ -120,6 +129,44 @@ def test_preprocess_and_postprocess_are_called_as_for_any_model() -> None:
     stage.model.answer([(2, "end")])
     ((_, (ended,), _),) = stage.told[2:]
     assert ended.message == "postprocess raised SystemExit"
+
+
+class Preprocessing(Late):
+    values = None
+
+    def preprocess(self, item: Any) -> Any:
+        raise AssertionError("a helper does it")
+
+
+def test_the_model_receives_a_batch_when_helpers_have_preprocessed_it() -> None:
+    helpers, items = Helpers(), [Item(n, budget_s=10.0 if n else None) for n in range(3)]
+    stage = Stage(Preprocessing(), items, helpers)
+    assert (helpers.values, stage.model.values) == ([0, 1, 2], None)
+    helpers.done(["a", Unsent(ItemFailed("no")), "c"])
+    assert stage.model.values == ["a", "c"]
+    none, left_s = stage.model.budgets_s
+    assert none is None
+    assert 0 < left_s < 10
+    stage.model.answer([(1, "z"), (0, "x")])
+    ((_, (error,), _), *told) = stage.told
+    assert (error.message, told) == ("no", [([2, 0], ["z", "x"], True)])
+
+
+@pytest.mark.parametrize("first", ["cancel", "preprocess"])
+def test_a_batch_that_is_cancelled_before_it_is_preprocessed_is_not_run(first: str) -> None:
+    helpers = Helpers()
+    stage = Stage(Preprocessing(), [Item(0), Item(1)], helpers)
+    if first == "cancel":
+        stage.batch.cancel()
+        assert stage.told == []
+        helpers.done(["a", "b"])
+        assert stage.model.values is None
+    else:
+        helpers.done(["a", "b"])
+        stage.batch.cancel()
+        assert stage.model.ended == 1
+    ((places, errors, final),) = stage.told
+    assert (places, final, {type(e) for e in errors}) == ([0, 1], True, {Cancelled})
 
 
 def test_answers_of_many_threads_are_sent_once_each() -> None:

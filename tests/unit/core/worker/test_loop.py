@@ -8,6 +8,7 @@ import pytest
 from penstock.config.schema import BatchingConfig
 from penstock.core.batching.ladder import Ladder
 from penstock.core.contracts import Codec
+from penstock.core.wire.messages import Unsent
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.python_model import PythonModel
 from penstock.errors import (
@@ -552,6 +553,47 @@ def test_a_preprocess_that_raises_takes_its_item_out_of_the_batch():
     assert type(failed) is BadRequest
     assert found == 2
     assert model.calls[0] == ("collate", [2])
+
+
+class Helpers:
+    """In place of processes: adds 1, and refuses negative values."""
+
+    closed = 0
+
+    def __call__(self, values):
+        return [Unsent(BadRequest("negative")) if value < 0 else value + 1 for value in values]
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.mark.parametrize("rows", ["axis0", "none"])
+def test_helpers_preprocess_a_batch_when_it_is_decoded(rows):
+    class Apart:
+        def preprocess(self, item):
+            raise AssertionError("a helper does it")
+
+        def predict(self, items):
+            return [10 * item for item in items]
+
+    made, parts = runner(Apart, rows=rows), []
+    helpers = made.model.helpers = Helpers()
+    decoded = made.decode([Item(1), Item(-1), Item([2, -2, 3], many=True), Item(b"", "upper"), Item(4)])
+    made.run(7, decoded, parts.append)
+    one, negative, many, empty, last = values(parts[-1])
+    assert (one, last) == (20, 50)
+    assert (many[0], many[2]) == (30, 40)
+    assert [error.message for error in (negative, many[1], empty)] == ["negative", "negative", "empty"]
+    made.close()
+    assert helpers.closed == 1
+
+
+def test_a_batch_from_helpers_is_collated_without_what_they_refused():
+    made, parts = runner(model := Summing()), []
+    made.model.helpers = Helpers()
+    made.run(7, made.decode([Item(1), Item(-1), Item(2)]), parts.append)
+    assert [v if type(v) is int else type(v) for v in values(parts[-1])] == [5, BadRequest, 5]
+    assert model.calls == [("collate", [2, 3]), ("predict", ((2, 3), 5))]
 
 
 def test_a_collate_that_returns_nothing_is_told_what_is_expected():

@@ -44,6 +44,18 @@ def test_load_receives_the_arguments_that_it_accepts():
     assert isinstance(wrapped, Model)
 
 
+@pytest.mark.parametrize(("helpers", "calls"), [(None, ["prepared", ("cpu", None)]), (object(), [("cpu", None)])])
+def test_a_class_is_prepared_by_its_helpers_or_before_it_loads(helpers, calls):
+    class Prepared(Full):
+        def load_preprocess(self):
+            self.calls.append("prepared")
+
+    wrapped = PythonModel(Prepared)
+    wrapped.helpers = helpers
+    wrapped.load("cpu")
+    assert wrapped._model.calls == calls
+
+
 @pytest.mark.parametrize("target", [lambda items: items[::-1], Full()], ids=["function", "instance"])
 def test_functions_and_instances_are_models(target):
     wrapped = PythonModel(target)
@@ -117,7 +129,7 @@ def test_a_predict_that_may_take_a_batch_is_accepted(target):
     found.begin_loop(BatchingConfig())
 
 
-@pytest.mark.parametrize("hook", ["load", "preprocess", "postprocess", "warmup", "unload"])
+@pytest.mark.parametrize("hook", ["load", "load_preprocess", "preprocess", "postprocess", "warmup", "unload"])
 def test_a_method_that_would_never_be_awaited_is_refused(hook):
     async def never(*_):
         raise AssertionError

@@ -91,6 +91,7 @@ def test_the_page_shows_the_current_state(busy: Callable[..., PrometheusObserver
     assert found["penstock_queue_limit_rows", M] == 100
     assert found["penstock_workers", M] == 2
     assert found["penstock_workers_up", M] == 1
+    assert found["penstock_preprocess_processes", M] == 2
     assert found["penstock_model_state", with_label("state", "READY")] == 1
     assert found["penstock_model_state", with_label("state", "FAILED")] == 0
     assert found["penstock_cost_fixed_seconds", M] == 0.005
