@@ -20,6 +20,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
+import penstock
+
 HERE = Path(__file__).parent
 PATIENCE_S = 60.0
 PORTS = ["--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0"]
@@ -41,6 +43,13 @@ SOURCE = """
 
     def tensors(items):
         return items
+
+    def gated(items):
+        import os, time
+        yield ["first"] * len(items)
+        while not os.path.exists(items[0]):
+            time.sleep(0.01)
+        yield [{"last": True}] * len(items)
 """
 LARGE = random.Random(0).randbytes(200_000)
 NUMBERS = list(range(30_000))  # 170 KB of JSON
@@ -76,7 +85,14 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def server(serve_all: Callable[..., Any]) -> Any:
-    return serve_all(SOURCE, "turn", "fails", "tensors", ports=PORTS)
+    return serve_all(SOURCE, "turn", "fails", "tensors", "gated", ports=PORTS)
+
+
+@pytest.fixture(scope="module")
+def socket_server(serve_all: Callable[..., Any], folder: Path) -> Any:
+    """A server that listens on a Unix socket."""
+    ports = [*PORTS[2:], "--host", f"unix:{folder}/penstock.sock", "--set", "server.grpc_port=0"]
+    return serve_all(SOURCE, "turn", "fails", "tensors", "gated", ports=ports)
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +220,7 @@ http {{
             proxy_pass http://{address}/; proxy_http_version 1.1;
             proxy_set_header Upgrade $http_upgrade; proxy_set_header Connection "upgrade";
         }}
+        location /socket/ {{ proxy_pass http://unix:{folder}/penstock.sock:/; }}
         location /unbuffered/ {{
             proxy_pass http://kept/; proxy_http_version 1.1; proxy_set_header Connection "";
             proxy_request_buffering off; proxy_buffering off;
@@ -213,9 +230,12 @@ http {{
 """
 
 
+PLACES = ["", "/kept", "/upgrades", "/unbuffered", "/socket"]
+
+
 @pytest.fixture(scope="module")
-def nginx(server: Any, folder: Path) -> Iterator[str]:
-    """The address of nginx with its stock settings in front of the server."""
+def nginx(server: Any, socket_server: Any, folder: Path) -> Iterator[str]:
+    """The address of nginx with its stock settings in front of the servers."""
     command = program("nginx")
     with socket.socket() as held:  # keeps the port for nginx, which may bind it too
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -243,10 +263,28 @@ def nginx(server: Any, folder: Path) -> Iterator[str]:
             process.wait(PATIENCE_S)
 
 
-@pytest.mark.parametrize("place", ["", "/kept", "/upgrades", "/unbuffered"])
+def test_a_client_calls_a_unix_socket(socket_server: Any) -> None:
+    assert socket_server.url.startswith("unix:/")
+    with penstock.Client(socket_server.url) as client:
+        assert client.predict("turn", "abc") == "cba"
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ["plain", "http2", "chunked"])
 def test_curl_through_nginx(nginx: str, folder: Path, place: str, kind: str) -> None:
     check(CASES, curl(folder, nginx + place, CASES, *CURLS[kind]))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("accept", ["text/event-stream", "*/*"])
+def test_a_stream_passes_nginx_part_by_part(nginx: str, tmp_path: Path, place: str, accept: str) -> None:
+    gate = tmp_path / "gate"
+    headers = {"content-type": "text/plain", "accept": accept}
+    request = urllib.request.Request(f"{nginx}{place}/predictions/gated", str(gate).encode(), headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        assert b"first" in answer.read1()  # the second part does not exist yet
+        gate.touch()
+        assert b'{"last":true}' in answer.read()
 
 
 @pytest.mark.parametrize("place", ["", "/kept", "/upgrades", "/unbuffered"])

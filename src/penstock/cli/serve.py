@@ -121,7 +121,7 @@ class _Serve(click.Command):
 @click.option("--max-batch-size", callback=number_or_auto, metavar="N|auto", help="Maximum rows per batch.")
 @click.option("--model", metavar="ID", help="The same as --option model=ID.")
 @click.option("--option", "options", multiple=True, metavar="A=B", help="An argument of each model's class.")
-@click.option("--host", help="Address of the inference listener [127.0.0.1].")
+@click.option("--host", help="Address of the inference listener, or unix:PATH [127.0.0.1].")
 @click.option(
     "--port", type=click.IntRange(0, 65535), help="Port of the inference listener [8080]; 0 takes a free one."
 )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec.structs import replace
 
 from penstock._version import __version__
-from penstock.config.checks import LISTENERS, device_budgets, is_loopback, thrift_model, tokens_for
+from penstock.config.checks import LISTENERS, UNIX, device_budgets, is_loopback, thrift_model, tokens_for
 from penstock.config.schema import Config
 from penstock.core.contracts import HttpSnapshot, ServerSnapshot
 from penstock.core.engine.engine import Engine
@@ -232,7 +232,7 @@ class Server:
                 return
             raise ConfigError(f"server.grpc_port: {error.name} is missing: {install_hint('grpc')}") from None
         tls = self._make_tls()
-        host, key = s.grpc_host or s.host, "server.grpc_port"
+        host, key = s.grpc_host or ("127.0.0.1" if s.host.startswith(UNIX) else s.host), "server.grpc_port"
         check = self._flavors["inference"].check_guard
         self._grpc = make_grpc_listener(triton.memory.count_uses(engine), triton, self._limits, check, tls)
         start = partial(self._grpc.start, host, key=key)
@@ -281,6 +281,9 @@ class Server:
         return flavor
 
     def _note(self, name: str, host: str, port: int, scheme: str = "http") -> None:
+        if host.startswith(UNIX):
+            self.urls[name] = host
+            return
         scheme += "s" if self._config.server.tls_cert else ""
         self.urls[name] = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
@@ -352,6 +355,8 @@ def _curl(config: Config) -> str:
 
 def _example(engine: Engine, url: str, curl: str) -> str:
     """A working curl command: an inference if the model declares small inputs, otherwise its metadata."""
+    if url.startswith(UNIX):
+        curl, url = f"{curl} --unix-socket {shlex.quote(url.removeprefix(UNIX))}", "http://localhost"
     name = next((m.name for m in engine.statuses() if m.state == "READY"), None)
     if name is None:
         return f"{curl} {url}/readyz"

@@ -294,6 +294,9 @@ def read_password(path: str, key: str) -> bytes:
     return password
 
 
+UNIX = "unix:"  # a host, followed by the path of a socket
+
+
 def check_bind(config: Config, insecure: bool = False) -> None:
     """Raises ConfigError if a listener would be open to other machines with no token and no client certificate.
 
@@ -312,8 +315,7 @@ def check_bind(config: Config, insecure: bool = False) -> None:
             try:
                 socket.getaddrinfo(host.strip("[]"), None)
             except (OSError, UnicodeError) as e:
-                why = "Unix sockets are for penstock torchserve and clients" if host.startswith("unix:") else e
-                raise ConfigError(f"server.{key}: found {host!r}, which is no address of this machine: {why}") from None
+                raise ConfigError(f"server.{key}: found {host!r}, which is no address of this machine: {e}") from None
             raise ConfigError(
                 f"server.{key}: found {host!r}, which other machines can reach, while nothing guards the {listener}"
                 f" listener; set auth.token_file (--token-file) or auth.{listener}_token_file, or server.tls_client_ca,"
@@ -331,7 +333,7 @@ def check_bind(config: Config, insecure: bool = False) -> None:
 
 def is_loopback(host: str) -> bool:
     """True if only this machine can reach a listener bound to `host`. Other names than localhost are not resolved."""
-    if host == "localhost":
+    if host == "localhost" or host.startswith(UNIX):
         return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback

@@ -42,7 +42,9 @@ def doc(text: str) -> Meta:
 class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[server]`: addresses of the listeners."""
 
-    host: Annotated[str, doc('address of the inference listener; "::" or "": all, IPv4 and IPv6')] = "127.0.0.1"
+    host: Annotated[
+        str, doc('address of the inference listener; "::" or "": all, IPv4 and IPv6; "unix:PATH": a Unix socket')
+    ] = "127.0.0.1"
     port: Annotated[Port, doc("port of the inference listener; 0 selects a free one")] = 8080
     management: Annotated[bool, doc("allow routes that change models on the management listener")] = False
     management_host: Annotated[str, doc("address of the management listener")] = "127.0.0.1"

@@ -90,7 +90,6 @@ ROWS = (
     ("serve one.py --devices 0", "devices: found '0', expected for example cpu, cuda (all GPUs), cuda:0"),
     ("serve one.py --option x", "--option x: found no NAME=VALUE; expected for instance --option max_new_tokens=12"),
     ("serve one.py --host 0.0.0.0", "which other machines can reach, while nothing guards the inference listener"),
-    ("serve one.py --host unix:/tmp/x", "no address of this machine: Unix sockets are for penstock torchserve"),
     ("serve one.py --host a..b", "found 'a..b', which is no address of this machine"),
     ("serve one.py --token-file missing", "auth.token_file: no such file: missing"),
     ("serve one.py --tls-cert missing", "server.tls_cert: found without server.tls_key; set both, or neither"),

@@ -326,9 +326,6 @@ class GrpcListener:
 
         Raises ConfigError, naming the configuration key `key`.
         """
-        if host.startswith("unix:"):
-            await self._server.start_unix(host.removeprefix("unix:"), key)
-            return port
         return (await self._server.start(host, port, key))[1]
 
     def reload_tls(self, fresh: ssl.SSLContext) -> None:

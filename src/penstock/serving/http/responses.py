@@ -46,6 +46,7 @@ log = logging.getLogger("penstock.serving")
 MAX_CAUSE: Final = 500  # characters
 SSE: Final = "text/event-stream"
 JOINED_BYTES: Final = 16 * 1024  # below it head and body are joined and leave in one write
+UNBUFFERED: Final = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))  # nginx holds streams back otherwise
 NO_BODY: Final = frozenset({204, 304})
 _TEXT: Final = re.compile("^(text/|$)|json|xml|javascript")
 
@@ -402,6 +403,9 @@ class ResponseFraming(RequestOptions):
             framing = None if self.old or bodiless else b"transfer-encoding: chunked\r\n"
             self.head_only = self.head_only or bodiless
             result = stream_start(result, self.sse)
+            own = {name.lower() for name, _ in result.headers or ()}
+            new = [(name, value) for name, value in UNBUFFERED if name not in own]
+            result = replace(result, headers=[*(result.headers or ()), *new])
             self._emit(writer, self._head(writer, result, self.part_type(result), framing))
         self._chunk(writer, self.part_data(result))
         if result.final:

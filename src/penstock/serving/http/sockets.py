@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, cast
 
+from penstock.config.checks import UNIX
 from penstock.errors import ConfigError, ListenFailed
 from penstock.serving.http.listener import LINGER_S, SILENT_S, Listener
 
@@ -339,7 +340,13 @@ class SocketServer:
         self._servers: list[asyncio.Server] = []
 
     async def start(self, host: str, port: int, key: str = "server.port") -> tuple[str, int]:
-        """Binds and returns the actual address. Raises ConfigError, naming `key`, if it cannot."""
+        """Binds and returns the actual address; the host `unix:PATH` is a Unix socket.
+
+        Raises ConfigError, naming `key`, if it cannot.
+        """
+        if host.startswith(UNIX):
+            await self.start_unix(host.removeprefix(UNIX), key[:-4] + "host" if key.endswith("port") else key)
+            return host, 0
         loop = self._begin(key)
         try:
             sockets = await listening_sockets(host, port)

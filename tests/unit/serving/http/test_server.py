@@ -481,6 +481,7 @@ async def test_a_stream_of_json_is_lines(asking):
     async with asking(FakeBackend({"m": stream(b"1", b"[2]", content_type="application/json")})) as (_, client):
         answer = await client.ask("/predictions/m", b"")
         assert (answer.headers["content-type"], answer.body) == ("application/x-ndjson", b"1\n[2]\n")
+        assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == ("no-cache", "no")
 
 
 async def test_server_sent_events_are_sent_on_request(asking):
