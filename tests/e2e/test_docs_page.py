@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +73,55 @@ def executed(browser: Browser) -> str:
     return str(answer)
 
 
+@contextmanager
+def under_prefix(server: Any) -> Iterator[str]:
+    """The address of the server behind a proxy, which adds a prefix."""
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path.startswith("/ml/")
+            body = self.rfile.read(int(self.headers.get("content-length", 0))) or None
+            request = urllib.request.Request(server.url + self.path[3:], body, dict(self.headers), method=self.command)
+            with urllib.request.urlopen(request) as answer:
+                content = answer.read()
+                self.send_response(answer.status)
+                for name in ("content-type", "content-security-policy"):
+                    if name in answer.headers:
+                        self.send_header(name, answer.headers[name])
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{proxy.server_port}/ml"
+        finally:
+            proxy.shutdown()
+            thread.join()
+
+
+@pytest.fixture(params=["", "/ml"])
+def place(request: pytest.FixtureRequest) -> Callable[[Any], AbstractContextManager[str]]:
+    """The address of a server, or of a proxy in front of it."""
+    return under_prefix if request.param else lambda server: nullcontext(server.url)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("flask_swagger_ui") is None, reason="needs the extra swagger")
-def test_swagger_ui_shows_and_executes_the_operations(browser: Browser, server: Any) -> None:
+def test_swagger_ui_shows_and_executes_the_operations(browser: Browser, server: Any, place: Any) -> None:
     browser.problems.clear()
-    browser.open(server.url + "/docs")
+    with place(server) as url:
+        check_swagger(browser, url)
+
+
+def check_swagger(browser: Browser, url: str) -> None:
+    browser.open(url + "/docs")
     assert re.search(r"200\b.*300", executed(browser), re.S)
     assert not browser.problems, "the page breaks its own security policy"
 
@@ -95,11 +143,16 @@ def test_a_server_with_tokens_shows_its_routes_for_a_token(
 
 
 def test_without_swagger_ui_the_page_lists_and_executes_them_too(
-    browser: Browser, serve: Callable[..., Any], tmp_path: Path
+    browser: Browser, serve: Callable[..., Any], tmp_path: Path, place: Any
 ) -> None:
     (tmp_path / "flask_swagger_ui.py").write_text("")  # hides the package
     server = serve(SOURCE, "prices", env={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2] / 'src'}"})
-    browser.open(server.url + "/docs")
+    with place(server) as url:
+        check_plain(browser, url)
+
+
+def check_plain(browser: Browser, url: str) -> None:
+    browser.open(url + "/docs")
     assert "extra 'swagger'" in browser.wait_for('document.querySelector("#routes").innerText')
     browser.run("""
         const entries = [...document.querySelectorAll("details")];

@@ -68,6 +68,7 @@ def openapi_document(backend: Backend, templates: Sequence[Template], guarded: b
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": __version__},
+        "servers": [{"url": "."}],  # beside this document, whatever prefix a proxy adds
         "paths": paths,
         "components": {"schemas": components, "parameters": _parameters(), "responses": writer.responses},
     }

@@ -32,7 +32,7 @@ function plainOperation(path, method, operation, token) {
   const answer = element("pre", "", details);
   button.onclick = async () => {
     const headers = { ...authorization(token), ...(kind && { "content-type": kind }) };
-    const response = await fetch(path, { method: method.toUpperCase(), headers, body: text?.value });
+    const response = await fetch(path.slice(1), { method: method.toUpperCase(), headers, body: text?.value });
     answer.textContent = `${response.status}\n${await response.text()}`;
   };
 }
@@ -51,13 +51,14 @@ function plain(description, token) {
 
 async function show(token) {
   problem.textContent = "";
-  const response = await fetch("/openapi.json", { headers: authorization(token) });
+  const response = await fetch("openapi.json", { headers: authorization(token) });
   form.hidden = response.status !== 401;
   if (!response.ok) {
     problem.textContent = response.status === 401 && !token ? "" : await response.text();
     return;
   }
   const spec = await response.json();
+  spec.servers = [{ url: new URL(".", location.href).href }]; // a proxy may have added a prefix
   if (!window.SwaggerUIBundle) {
     plain(spec, token);
     return;
