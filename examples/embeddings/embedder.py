@@ -58,9 +58,8 @@ class Encoder:
         rows = [tokens for tokens in found if isinstance(tokens, list)]
         if not rows:
             return found
-        length = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (length - len(row)) for row in rows], device=self.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=self.device)
+        padded = (penstock.pad(part, 0) for part in (rows, [[1] * len(row) for row in rows]))
+        ids, mask = (torch.from_numpy(part).to(self.device) for part in padded)
         with torch.inference_mode():
             states = self.model(input_ids=ids, attention_mask=mask).last_hidden_state.float() * mask[:, :, None]
         means = torch.nn.functional.normalize(states.sum(1), dim=1).cpu().numpy()
@@ -78,6 +77,7 @@ class Encoder:
         return tokens
 
 
+@penstock.model(bucket="length")
 class Embedder:
     """Embeds texts with hashed letters, or with the encoder in the folder `path`."""
 

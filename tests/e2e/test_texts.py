@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -67,3 +69,32 @@ def test_inputs_of_one_text_must_have_one_length(server: Any) -> None:
         pytest.raises(penstock.BadRequest, match="must all have the same length"),
     ):
         client.infer("net", {"ids": np.ones((1, 3), int), "mask": np.ones((1, 4), int)})
+
+
+@penstock.model(bucket="length", max_tokens=64)
+def padded(items: list[Any]) -> list[Any]:
+    """The sum of each item, and the shape of its batch."""
+    rows = penstock.pad(items, 0)
+    time.sleep(0.002)
+    return [(int(row.sum()), *rows.shape) for row in rows]
+
+
+@pytest.mark.parametrize("kind", ["thread", "process", "shared"])
+def test_items_of_a_python_model_share_batches_of_at_most_max_tokens(kind: str) -> None:
+    items = [[1] * (1 + 3 * k % 40) for k in range(60)]
+    if kind == "thread":
+        streamer: Any = penstock.ThreadedStreamer(padded, batch_size=16)
+    else:
+        more = {"shared": f"texts-{os.getpid()}"} if kind == "shared" else {}
+        streamer = penstock.Streamer(padded, batch_size=16, **more)
+    with streamer, ThreadPoolExecutor(20) as threads:
+        found = [one for (one,) in threads.map(lambda item: streamer.predict([item]), items)]
+        assert [each[0] for each in found] == list(map(len, items))
+        assert all(rows * longest <= 64 for _, rows, longest in found)
+        with pytest.raises(penstock.BadRequest, match=r"has a length of 65, more than batching\.max_tokens"):
+            streamer.predict([[1] * 65])
+        if kind != "shared":  # of its pickle its server knows the size
+            with pytest.raises(penstock.BadRequest, match="an item is a int, which has no length"):
+                streamer.predict([5])
+        assert [each[0] for each in streamer.predict(items[:9])] == list(map(len, items[:9]))
+        assert max(rows for _, rows, _ in found) > 1

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from heapq import merge
 from math import ceil
-from typing import Final
+from typing import Any, Final
 
 from penstock.core.batching.cost import Cost
 from penstock.core.batching.ladder import Ladder
@@ -88,6 +88,14 @@ class RowCost(Cost):
 
     def t(self, n: float) -> float:
         return self._tokens.t((n if self._ladder is None else self._ladder.up(ceil(n))) * self._length)
+
+
+def length_of(value: Any) -> int:
+    """The length of an item: of a text, a list or an array, or the longest of those in a dictionary. Raises TypeError
+    for an item without one."""
+    if isinstance(value, dict):
+        return max(map(len, value.values()), default=0)
+    return len(value)
 
 
 def name_of(kind: str, length: int) -> str:

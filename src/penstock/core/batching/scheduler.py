@@ -137,8 +137,12 @@ class Scheduler:
 
     def seconds(self, rows: int) -> float:
         """Predicted seconds of a batch, with lengths of a mean one; 0 before anything was learned."""
-        mean = 1.0 if self._lengths is None else (self._sent_tokens + self._padded_tokens) / max(1, self._sent_rows)
-        return self._cost.t(rows * mean) if self._cost.ready else 0.0
+        return self._cost.t(rows * self._mean_length) if self._cost.ready else 0.0
+
+    @property
+    def _mean_length(self) -> float:
+        """Tokens of a row that was sent, with padding; 1 without lengths."""
+        return (self._sent_tokens + self._padded_tokens) / self._sent_rows if self._sent_tokens else 1.0
 
     @property
     def inert_arrivals(self) -> int:
@@ -192,7 +196,7 @@ class Scheduler:
         if not self._cost.ready or not slots:
             return None
         if self._lengths is not None:
-            full = min(full, self._lengths.tokens * max(1, self._sent_rows) // max(1, self._sent_tokens)) or 1
+            full = max(1, min(full, int(self._lengths.tokens / self._mean_length)))
             return self._queue.rows / full * self.seconds(full) / slots
         return self._queue.rows / full * self._cost.t(full) / slots
 
@@ -201,7 +205,7 @@ class Scheduler:
         cost = self._cost
         return {
             "a_s": cost.a,
-            "b_s": cost.b,
+            "b_s": cost.b * self._mean_length,
             "upper_ratio": cost.ratio,
             "ready": cost.ready,
             "fitted": cost.fitted,
@@ -233,6 +237,7 @@ class Scheduler:
             "max_tokens": self._lengths.tokens,
             "sent_rows": self._sent_rows,
             "padded_rows": self._padded_rows,
+            "token_s": self._cost.b,
             "sent_tokens": self._sent_tokens,
             "padded_tokens": self._padded_tokens,
         }

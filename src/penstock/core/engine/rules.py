@@ -12,14 +12,15 @@ from typing import Any
 
 from penstock.config.schema import REMOTE, BatchingConfig, ModelConfig, check_sizes
 from penstock.core.batching.ladder import DEFAULT_BATCH
+from penstock.core.batching.lengths import length_of
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.codecs import OBJECT, traits_of
-from penstock.core.wire.messages import Unsent
+from penstock.core.wire.messages import Pickled, Unsent
 from penstock.core.wire.slabs import Slab
 from penstock.core.worker.devices import expanded, physical_cores, visible_gpus
 from penstock.errors import BadRequest, ConfigError, describe
 from penstock.plugins import BUILTIN, is_whole_file, resolve
-from penstock.types import Item, SequenceRequest, TensorSpec
+from penstock.types import EmbeddingRequest, Item, SequenceRequest, TensorSpec
 
 MAX_SEQUENCE_ID = 200  # characters
 _QUEUED_BATCHES = 16  # queue limit per instance without `max_queue`
@@ -287,8 +288,10 @@ def length_rule(config: BatchingConfig, inputs: Sequence[TensorSpec]) -> Callabl
 
     def rule(item: Item) -> tuple[str, int]:
         if item.codec == OBJECT:
+            if item.length:  # a caller in another process has told it
+                return "", item.length
             values = item.payload if item.many else [item.payload]
-            return "", max([_length(value, places) for value in values], default=0)
+            return "", max([_length(value, places, config.max_tokens) for value in values], default=0)
         rows, key = _peeked(item)
         bucket, length = of_shapes(key) if key and places else ("", 0)
         if not length:
@@ -300,15 +303,18 @@ def length_rule(config: BatchingConfig, inputs: Sequence[TensorSpec]) -> Callabl
     return rule
 
 
-def _length(value: Any, places: Mapping[str, tuple[int, int]]) -> int:
-    """The length of an item of a caller in Python. `places`: the padded axis and the rank of each padded input; lists
-    may lack the axis of the rows. Raises BadRequest."""
+def _length(value: Any, places: Mapping[str, tuple[int, int]], most: int | None) -> int:
+    """The length of an item of a caller in Python; `most`: if it can only be estimated. `places`: the padded axis and
+    the rank of each padded input; lists may lack the axis of the rows. Raises BadRequest."""
     if type(value) is Unsent:
         return 0
+    if type(value) is EmbeddingRequest:
+        value = value.input
+    if type(value) is Pickled:
+        return min(len(value), most or len(value))
     if not places:
-        longest = value.values() if isinstance(value, dict) else [value]
         try:
-            return max([len(each) for each in longest], default=0)
+            return length_of(value)
         except TypeError:
             raise BadRequest(
                 f'an item is a {type(value).__name__}, which has no length; batching.bucket = "length" expects texts,'

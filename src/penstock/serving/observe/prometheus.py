@@ -106,6 +106,8 @@ _HELD = _counter("penstock_held_seconds_total", "Time for which idle workers wer
 _PADDED = _counter(
     "penstock_padded_rows_total", "Rows that padding added to batches, beside those of penstock_batch_rows."
 )
+_TOKENS = _counter("penstock_tokens_total", "Tokens of the batches of a model that pads texts, with padding.")
+_PADDED_TOKENS = _counter("penstock_padded_tokens_total", "Tokens that padding added to batches.")
 _POOL_USED = Family("penstock_pool_used_bytes", "gauge", (), "Shared memory in use for large payloads.")
 _POOL = Family("penstock_pool_capacity_bytes", "gauge", (), "Shared memory reserved for large payloads.")
 _BUDGET = Family("penstock_device_budget_bytes", "gauge", ("device",), "Memory that models may use, of `[devices]`.")
@@ -333,6 +335,11 @@ def _write_gauges(page: Page, now: ServerSnapshot) -> None:
     )
     page.write(_HELD, ((_key(m), _number(m.scheduler, "held_s")) for m in now.models))
     page.write(_PADDED, ((_key(m), _number(m.scheduler, "padded_rows")) for m in now.models))
+    padding = [m for m in now.models if "sent_tokens" in m.scheduler]
+    page.write(
+        _TOKENS, ((_key(m), sum(_number(m.scheduler, f"{k}_tokens") for k in ("sent", "padded"))) for m in padding)
+    )
+    page.write(_PADDED_TOKENS, ((_key(m), _number(m.scheduler, "padded_tokens")) for m in padding))
     resident = [(m, m.resident) for m in now.models if m.resident is not None]
     page.write(_EVICTIONS, ((_key(m), _number(found, "evictions")) for m, found in resident))
     page.write(_BUDGET, (((device,), budget) for device, budget, _ in now.devices))

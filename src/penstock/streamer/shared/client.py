@@ -11,12 +11,14 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
 from penstock.backoff import Backoff
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core import os_threads
+from penstock.core.batching.lengths import length_of
 from penstock.core.contracts import Ticket
 from penstock.core.engine.engine import result_of
 from penstock.core.portal.portal import Portal
@@ -74,13 +76,16 @@ class SharedClient:
     def submit(self, model: str, version: str | None, item: Item, sink: Sink) -> Ticket:
         """See Submitter. A value that cannot be pickled fails alone. Raises PayloadTooLarge for a call above 1 GiB."""
         self._check(item.budget_s)
-        sealed = [seal_item(value) for value in (item.payload if item.many else [item.payload])]
+        values, length = item.payload if item.many else [item.payload], 0
+        with suppress(Exception):  # of a user's class; only the batcher knows whether items need one
+            length = max(map(length_of, values), default=0)
+        sealed = [seal_item(value) for value in values]
         nbytes = sum(each.nbytes for each in sealed if isinstance(each, Sealed))
         if nbytes > MAX_CALL_BYTES:
             raise PayloadTooLarge(f"a call of {nbytes} bytes, expected at most {MAX_CALL_BYTES}: make several calls")
         if not item.many:
             sink = partial(_only, sink)
-        sent = Item(sealed, rows=len(sealed), many=True, priority=item.priority)
+        sent = Item(sealed, rows=len(sealed), many=True, priority=item.priority, length=length)
         call = SharedCall(self._abandon, sink, sent, nbytes)
         if item.budget_s is not None:
             call.expires_s = self._loop.time() + item.budget_s

@@ -254,7 +254,7 @@ class BatcherLink:
         if item is not None:
             left_s = None if call.expires_s is None else call.expires_s - self._loop.time()
             payload = put_values(outbox, item.payload)
-            item = Item(payload, rows=item.rows, many=True, budget_s=left_s, priority=item.priority)
+            item = Item(payload, rows=item.rows, many=True, budget_s=left_s, priority=item.priority, length=item.length)
         call.slabs = outbox.slabs
         free, self._free = self._free, []
         self._channel.send_soon(write(CallMessage(call.id, item, free, call.asks), outbox.buffers))
