@@ -105,8 +105,7 @@ class PreprocessPool(LoopThread, Observer):
             self.stop()
 
     async def _preprocessed(self, values: list[Any]) -> list[Any]:
-        size = math.ceil(len(values) / (CHUNKS * self._spec.config.preprocess_processes)) or 1
-        chunks = [values[at : at + size] for at in range(0, len(values), size)]
+        chunks = cut(values, self._spec.config.preprocess_processes)
         asked = [self._engine.infer_many(self._name, chunk) for chunk in chunks]
         results: list[Any] = []
         for chunk, found in zip(chunks, await asyncio.gather(*asked, return_exceptions=True), strict=True):
@@ -135,6 +134,12 @@ class PreprocessPool(LoopThread, Observer):
         if not handle.instances.up and handle.instances.back_in_s() is None:
             why = handle.instances.why_down()
             handle.not_loaded(ModelNotReady(f"no helper process runs: {why.message}", detail=why.detail))
+
+
+def cut(values: list[Any], helpers: int) -> list[list[Any]]:
+    """The values in equal chunks, but for the last one, so that all helpers end at about the same time."""
+    size = math.ceil(len(values) / (CHUNKS * helpers)) or 1
+    return [values[at : at + size] for at in range(0, len(values), size)]
 
 
 def _config(model: ModelConfig) -> ModelConfig:
