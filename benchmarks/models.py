@@ -82,3 +82,20 @@ def steady(items: list[Any]) -> list[Any]:
 def slowed(items: list[Any]) -> list[Any]:
     """A tenth more work than `steady`."""
     return [hashlib.pbkdf2_hmac("sha256", b"item", b"salt", ITERATIONS + ITERATIONS // 10).hex() for _ in items]
+
+
+class SlowToPreprocess:
+    """Computes for `preprocess_s` in Python for each item, and waits 2 ms for a device for each batch."""
+
+    def __init__(self, preprocess_s: float = 0.005) -> None:
+        self.preprocess_s = preprocess_s
+
+    def preprocess(self, item: Any) -> Any:
+        end = time.thread_time() + self.preprocess_s
+        while time.thread_time() < end:
+            pass
+        return item
+
+    def predict(self, items: list[Any]) -> list[Any]:
+        time.sleep(0.002)
+        return items
