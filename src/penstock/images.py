@@ -35,7 +35,7 @@ WHITE: RGB = (255, 255, 255)  # what browsers and most viewers show behind a pic
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 
 # Tags of a TIFF, and where a PNG has the bits of its levels.
-_BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
+_BITS, _COMPRESSION, _PHOTOMETRIC, _PLANES, _SAMPLE_FORMAT = 258, 259, 262, 284, 339
 _PNG_DEPTH = 24
 
 # What people send and Pillow does not read: where a file says so, and what it is.
@@ -55,8 +55,10 @@ _UNREADABLE = (
     (0, b"%!PS", "PostScript"),
     (0, b"<svg", "SVG"),
     (0, b"<?xml", "XML, perhaps SVG"),
-    (0, b"MM\0*", "a TIFF with levels of a rare kind or a broken header"),
-    (0, b"II*\0", "a TIFF with levels of a rare kind or a broken header"),
+    *(
+        (0, mark, "a TIFF with levels of a rare kind or a broken header")
+        for mark in (b"MM\0*", b"II*\0", b"MM\0+", b"II+\0")
+    ),
     (0, b"\xff\xd8", "a JPEG with a broken header"),
     (0, b"\x89PNG", "a PNG with a broken header"),
     (0, b"GIF8", "a GIF with a broken header"),
@@ -143,9 +145,17 @@ def _shallow(image: Any, data: bytes, tags: Mapping[int, Any]) -> Any:
     """The loaded image in the mode L, LA, RGB or RGBA. Raises DecodeError for levels without a scale."""
     clear = image.info.get("transparency")  # a level, a color, or the opacities of a palette
     signed = tags.get(_SAMPLE_FORMAT, (1,))[0] == 2
+    bits = tags.get(_BITS, (16,))
+    # Pillow misreads two kinds of TIFF, and makes noise of them: planes that it joins, and levels that libtiff swapped.
+    if tags.get(_PLANES) == 2 and (len(bits) == 2 or (len(bits) > 2 and max(bits) > 8)):
+        raise DecodeError(
+            "found a TIFF with separate planes of such levels, which cannot be read here: interleave them"
+        )
+    if bits == (32,) and image.mode == "I" and tags.get(_COMPRESSION, 1) != 1 and data.startswith(b"MM"):
+        raise DecodeError("found a TIFF with compressed big-endian levels of 32 bits, which cannot be read here")
     if image.mode[0] in "IF" or signed:
         deep = np.asarray(image)
-        found = _eight_bits(deep, tags.get(_BITS, (16,))[0], signed)
+        found = _eight_bits(deep, bits[0], signed)
         if tags.get(_PHOTOMETRIC) == 0:  # white is 0, which Pillow inverts for 8 bits and fewer
             found = ~found
         opaque = (deep != clear) * np.uint8(255)

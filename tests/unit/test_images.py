@@ -420,6 +420,68 @@ def test_levels_without_a_scale_are_refused_with_their_range(data, levels):
         decode_image(data)
 
 
+def test_separate_planes_are_read_or_refused():
+    """Pillow misreads those of 16 bits: it makes noise of them."""
+    for levels in (COLORS, COLORS.astype(np.uint16) << 8):
+        planes = [np.ascontiguousarray(levels[:, :, i]).tobytes() for i in range(3)]
+        size, bits = len(planes[0]), levels.dtype.itemsize * 8
+        starts = [8 + size * i for i in range(3)]
+        at = 8 + 3 * size
+        values = struct.pack("<4H3I3I", bits, bits, bits, 0, *starts, size, size, size)
+        tags = [(256, 1, WIDTH), (257, 1, HEIGHT), (258, 3, at), (259, 1, 1), (262, 1, 2), (273, 3, at + 8)]
+        tags += [(277, 1, 3), (278, 1, HEIGHT), (279, 3, at + 20), (284, 1, 2)]
+        entries = b"".join(struct.pack("<HHII", tag, 4 if tag in (273, 279) else 3, n, v) for tag, n, v in tags)
+        ifd = struct.pack("<H", len(tags)) + entries + b"\0" * 4
+        data = b"II*\0" + struct.pack("<I", at + len(values)) + b"".join(planes) + values + ifd
+        if bits == 8:
+            assert difference(decode_image(data), COLORS) == 0
+        else:
+            with pytest.raises(DecodeError, match="found a TIFF with separate planes of such levels"):
+                decode_image(data)
+
+
+def test_a_tiff_of_another_writer_has_its_pixels_or_is_refused():
+    """Kinds that Pillow and OpenCV do not write: planes, tiles, BigTIFF, both byte orders, with and without zlib."""
+    tifffile = pytest.importorskip("tifffile")
+    shapes = {"minisblack": (GRAY, rgb(GRAY)), "rgb": (COLORS, COLORS)}
+    shapes["alpha"] = (np.dstack([GRAY, OPACITY]), over(rgb(GRAY), OPACITY))
+    read, failed = 0, []
+    for photometric, (levels, known) in shapes.items():
+        types = (np.uint8, np.uint16, np.uint32, np.int32, np.float32)
+        options = itertools.product(types, (None, "zlib"), (1, 2), "<>", (None, (16, 16)), (False, True))
+        for dtype, compression, planar, order, tile, big in options:
+            if levels.ndim == 2 and planar == 2:
+                continue
+            top = (
+                1 / 255 if dtype == np.float32 else 1 << (31 if dtype == np.int32 else np.dtype(dtype).itemsize * 8) - 8
+            )
+            deep = (levels.astype(np.float64) * top).astype(dtype)
+            more = {"planarconfig": planar} if levels.ndim == 3 else {}
+            if photometric == "alpha":
+                more["extrasamples"] = ["unassalpha"]
+            out = io.BytesIO()
+            tifffile.imwrite(
+                out,
+                np.moveaxis(deep, 2, 0) if planar == 2 else deep,
+                photometric=photometric.replace("alpha", "minisblack"),
+                compression=compression,
+                byteorder=order,
+                tile=tile,
+                bigtiff=big,
+                metadata=None,
+                **more,
+            )
+            try:
+                mat = decode_image(out.getvalue())
+            except DecodeError:
+                continue
+            read += 1
+            if (off := difference(mat, known)) > 1:
+                failed.append((photometric, dtype.__name__, compression, planar, order, tile, big, off))
+    assert failed == []
+    assert read > 50
+
+
 def test_signed_levels_of_8_bits_have_7():
     assert difference(decode_image(tiff((GRAY >> 1).view(np.int8), SIGNED)), rgb(GRAY // 2 * 2)) == 0
 
