@@ -128,9 +128,12 @@ def flat(image: Any, background: Sequence[int] = WHITE) -> Any:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def upright(mat: Array, orientation: int) -> Array:
+def upright(mat: Any, orientation: int) -> Any:
     """The pixels `[height, width, ...]` with the Exif `orientation` applied (1: unchanged)."""
     axes = {2: (1,), 3: (0, 1), 4: (0,), 6: (1,), 7: (0, 1), 8: (0,)}.get(orientation, ())
+    if not isinstance(mat, np.ndarray):  # a tensor of PyTorch
+        mat = mat.swapaxes(0, 1) if orientation >= 5 else mat
+        return mat.flip(axes) if axes else mat
     if (cv2 := library("cv2")) is None:
         return np.ascontiguousarray(np.flip(mat.swapaxes(0, 1) if orientation >= 5 else mat, axes))
     if orientation >= 5:
@@ -222,13 +225,7 @@ def library(name: str) -> Any:
 
 
 def _jpeg(data: bytes, color: Color, decoder: Decoder, at_least: tuple[int, int] | None, max_pixels: int) -> Array:
-    try:
-        header = jpeg_header(data)
-    except ValueError as e:
-        raise DecodeError(f"found a JPEG that is broken: {e} ({len(data)} bytes)") from e
-    _check_pixels(header.width, header.height, max_pixels)
-    if not header.ended(data):
-        raise DecodeError(f"found a JPEG that is truncated after {len(data)} bytes: it has no end marker")
+    header = whole_jpeg(data, max_pixels)
     reduction = header.reduction(at_least)
     height, width = -(-header.height // reduction), -(-header.width // reduction)
     try:
@@ -249,7 +246,8 @@ def _jpeg(data: bytes, color: Color, decoder: Decoder, at_least: tuple[int, int]
     except Exception as e:  # of simplejpeg, with a reason; of OpenCV and Pillow, with paths and addresses
         why = e if type(e) is ValueError else "it is damaged"
         raise DecodeError(f"found a JPEG that cannot be decoded: {why} ({len(data)} bytes)") from e
-    return upright(mat, header.orientation)
+    found: Array = upright(mat, header.orientation)
+    return found
 
 
 JPEG = b"\xff\xd8"
@@ -309,6 +307,18 @@ def jpeg_header(data: bytes) -> JpegHeader:
             orientation = _orientation(data[at + 10 : at + 2 + length])
         at += 2 + length
     raise ValueError(f"it ends inside its header, or its header has more than {MOST_PARTS} parts")
+
+
+def whole_jpeg(data: bytes, max_pixels: int) -> JpegHeader:
+    """The header of a JPEG that is whole and has at most `max_pixels`. Raises DecodeError."""
+    try:
+        header = jpeg_header(data)
+    except ValueError as e:
+        raise DecodeError(f"found a JPEG that is broken: {e} ({len(data)} bytes)") from e
+    _check_pixels(header.width, header.height, max_pixels)
+    if not header.ended(data):
+        raise DecodeError(f"found a JPEG that is truncated after {len(data)} bytes: it has no end marker")
+    return header
 
 
 def _orientation(tiff: bytes) -> int:

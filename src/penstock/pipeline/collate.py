@@ -11,7 +11,7 @@ import numpy as np
 from penstock.core.arrays import MOST_PARTS
 from penstock.core.worker.tensor_model import Input
 from penstock.errors import BadRequest, ConfigError
-from penstock.pipeline.ops.base import Array, Fields, ItemOp, found
+from penstock.pipeline.ops.base import Array, Fields, ItemOp, found, is_torch
 from penstock.runtimes.pixels import Normalization
 from penstock.types import DTYPES
 
@@ -57,6 +57,8 @@ class PadTo(ItemOp):
     def __call__(self, data: Any, fields: Fields) -> Any:
         if isinstance(data, list | tuple):
             return [self(each, fields) for each in data]
+        if is_torch(data):
+            data = data.cpu().numpy()
         if not isinstance(data, np.ndarray):
             return data
         shape = self.shape(data.shape, fields)
@@ -148,12 +150,12 @@ def _per_channel(spec: Input, key: str, values: tuple[float, ...]) -> Array:
 
 
 def array_of(spec: Input, value: Any) -> Array:
-    """The value as an array, without a copy for a PyTorch tensor on the CPU. Raises BadRequest."""
+    """The value as an array on the CPU, without a copy for a PyTorch tensor there. Raises BadRequest."""
     if isinstance(value, np.ndarray):
         return value
     try:
-        array = np.asarray(value if hasattr(value, "__array__") else None)
-    except Exception:  # a tensor on a GPU, or one with a gradient
+        array = np.asarray(value.cpu() if is_torch(value) else value if hasattr(value, "__array__") else None)
+    except Exception:  # a tensor with a gradient
         array = np.empty(0, object)
     if array.dtype.hasobject:
         raise BadRequest(f"input '{spec.name}' of the model is {_expected(spec)}, found {found(value)}")

@@ -24,7 +24,7 @@ from penstock.pipeline.check import OPEN, Kinds, edges_of, fields_of
 from penstock.pipeline.engine import GPU_WAIT_S
 from penstock.pipeline.filters import is_target
 from penstock.pipeline.graph import AUTO, Each, Graph, Node, NodeInput, NodeStep, alternatives, part_name
-from penstock.pipeline.lower import PATHS, TARGET, builtin_op, each_path, files_of, op_class, takes_size
+from penstock.pipeline.lower import PATHS, TARGET, builtin_op, each_path, files_of, may_use_gpu, op_class
 from penstock.pipeline.node import placed
 from penstock.pipeline.notation import EACH, FIELDS, GRAPH_FIELDS, NODE, PIPELINE, PLACE, OpDraft
 from penstock.pipeline.ops.base import OpParameter, parameters_of
@@ -357,8 +357,8 @@ def _keys(node: Node, folder: str) -> Iterator[tuple[str, Any]]:
     if node.inputs:
         inputs = {name: _input(choices) for name, choices in alternatives(node).items()}
         yield "inputs", list(inputs.values()) if part_name(0) in inputs else inputs
-    has_size = node.alias_of is None and takes_size([OpDraft(step.op, step.params) for step in node.steps])
-    usual = {"device": "cpu" if node.processes else AUTO} if has_size else {}
+    on_gpu = node.alias_of is None and may_use_gpu([OpDraft(step.op, step.params) for step in node.steps])
+    usual = {"device": "cpu" if node.processes else AUTO} if on_gpu else {}
     for key, value in fields.items():
         if key in usual and value == usual[key] and key not in given:
             continue

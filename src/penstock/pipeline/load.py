@@ -16,7 +16,17 @@ from penstock.pipeline import filters
 from penstock.pipeline.check import check_structure, entry_of, linked, resolved
 from penstock.pipeline.filters import check_condition, is_target
 from penstock.pipeline.graph import AUTO, REQUEST, Each, Graph, Node, NodeInput, part_name
-from penstock.pipeline.lower import TARGET, drafts_of, has_model, op_class, parameter_name, rooted, steps_of, takes_size
+from penstock.pipeline.lower import (
+    TARGET,
+    drafts_of,
+    has_model,
+    may_use_gpu,
+    op_class,
+    parameter_name,
+    rooted,
+    steps_of,
+    takes_size,
+)
 from penstock.pipeline.notation import (
     EACH,
     FIELDS,
@@ -239,7 +249,9 @@ class NodeReader:
             drafts = dialect().fan_out(drafts, values)
             model = has_model(drafts)
             if model:
-                self._set_model_defaults(keys, values, drafts)
+                self._set_max_batch(keys, values, drafts)
+            if may_use_gpu(drafts):
+                values.setdefault("device", AUTO)
         for key in () if model else ONLY_WITH_A_MODEL - table.keys():
             values.pop(key, None), keys.pop(key, None)
         self._check_sizes(name, values)
@@ -285,16 +297,14 @@ class NodeReader:
             key = next(named, next((key for key in _STEPS if key in table), ""))
             raise self._source.error(node, key, e.message) from None
 
-    def _set_model_defaults(self, keys: dict[str, Any], values: dict[str, Any], drafts: list[OpDraft]) -> None:
-        """Sets `max_batch` by dialect, and `device` for model files."""
+    def _set_max_batch(self, keys: dict[str, Any], values: dict[str, Any], drafts: list[OpDraft]) -> None:
+        """Sets `max_batch` by dialect."""
         if "max_batch" not in values:
             usual = MAX_BATCH
             if self._compat:  # in TorchPipe, a user's op limits its batches itself
                 usual = MAX_BATCH_COMPAT if takes_size(drafts) else MAX_BATCH_OF_USERS
             most = max(values["sizes"]) if values.get("sizes") else usual
             keys["max_batch"] = values["max_batch"] = max(most, values.get("min_batch", 1))
-        if takes_size(drafts):
-            values.setdefault("device", AUTO)
 
     def _set_processes(self, node: str, keys: dict[str, Any], table: Mapping[str, Any], values: dict[str, Any]) -> None:
         """Sets `instances` and `device` for a number of processes. Raises ConfigError if the node has other values."""

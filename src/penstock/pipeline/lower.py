@@ -98,6 +98,11 @@ def takes_size(drafts: Iterable[OpDraft]) -> bool:
     return any("max_batch" in parameters_of(op_class(draft.op, draft.params)) for draft in drafts)
 
 
+def may_use_gpu(drafts: Iterable[OpDraft]) -> bool:
+    """Whether one of the ops uses a GPU if there is one. Raises ConfigError for an unknown op."""
+    return takes_size(drafts) or any(op_class(draft.op, draft.params).gpu for draft in drafts)
+
+
 def op_class(op: str, params: Mapping[str, Any]) -> type[Op]:
     """The class that runs an op, which may be a user's. Raises ConfigError, LoadFailed."""
     return class_of(op, params.get(TARGET))

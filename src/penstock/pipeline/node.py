@@ -408,7 +408,8 @@ def _device(node: Node) -> str:
     if params.get("runtime") in ("cpu", "openvino") or not visible_gpus():
         return "cpu"
     try:
-        if not all(file.lower().endswith(".onnx") for file in files_of(params)):
+        files = files_of(params)
+        if not files or not all(file.lower().endswith(".onnx") for file in files):
             usable, needed = import_torch().cuda.is_available(), "a PyTorch for CUDA"
         else:
             known = import_onnxruntime().get_available_providers()

@@ -14,6 +14,7 @@ from penstock.errors import LoadFailed
 from penstock.pipeline import node
 from penstock.pipeline.engine import FLUSH_S
 from penstock.pipeline.graph import Graph, Node, NodeStep
+from penstock.pipeline.load import parse_graph
 from penstock.pipeline.node import placed
 
 
@@ -52,6 +53,9 @@ def test_placement_of_pytorch_files_asks_pytorch(providers: list[str], monkeypat
         torch = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda usable=usable: usable))
         monkeypatch.setattr(node, "import_torch", lambda torch=torch: torch)
         assert device_of(model="net.pt") == device
+        tables = {"decode": {"ops": ["DecodeTensor"], "next": "crop"}, "crop": {"ops": ["CropTensor"]}}
+        nodes = placed(parse_graph(tables, name="g", folder=".")).nodes
+        assert (nodes["decode"].device, nodes["crop"].device) == (device, "cpu")
 
 
 def test_a_missing_runtime_is_an_error_of_the_node(providers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

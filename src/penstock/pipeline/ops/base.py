@@ -6,6 +6,7 @@ Each instance of a node creates its own ops and calls them in its own thread. Th
 
 import inspect
 import re
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, get_type_hints
@@ -45,6 +46,7 @@ class Op:
     gives: ClassVar[str] = "any"
     brackets: ClassVar[str] = ""  # the parameter that text in brackets sets, as in Python[pkg.mod:Class]
     model_file: ClassVar[bool] = False  # whether it runs the file in its parameter `model`
+    gpu: ClassVar[bool] = False  # whether it uses the GPU of its node, besides ops that run model files
     waits: ClassVar[bool] = False  # whether a built-in op for images may wait, for instance for a disk
     wraps: ClassVar[bool] = False  # whether its brackets contain ops that run before it, as in Result2Key[X]
 
@@ -120,6 +122,9 @@ def found(value: Any) -> str:
     """A short description of a value: `uint8 array [480, 640, 3]`, `str`."""
     if isinstance(value, np.ndarray):
         return f"{value.dtype} array {list(value.shape)}"
+    if is_torch(value):
+        gradient = ", with a gradient" if value.requires_grad else ""
+        return f"{str(value.dtype).removeprefix('torch.')} tensor {list(value.shape)} on {value.device}{gradient}"
     if isinstance(value, list):
         return f"list of {found(value[0]) if value else 'nothing'}"
     return type(value).__name__
@@ -145,9 +150,21 @@ def black(none: Array) -> Array:
     return np.zeros(none.shape[1:], none.dtype)
 
 
-def as_tensor(data: Any, op: str) -> Array:
-    """The value if it is an array of numbers whose axis 0 is rows, of which there may be none. Raises BadRequest."""
-    if not isinstance(data, np.ndarray) or data.dtype.kind not in "biuf":
+def is_torch(value: Any) -> bool:
+    """Whether the value is a tensor of PyTorch. Does not import it."""
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def as_tensor(data: Any, op: str, *, on_device: bool = False) -> Any:
+    """The value if it is an array of numbers whose axis 0 is rows, of which there may be none. Raises BadRequest.
+
+    A tensor of PyTorch becomes an array, or with `on_device` stays what and where it is.
+    """
+    if is_torch(data):
+        data = data if on_device and not data.is_complex() else data.detach().cpu().numpy()
+    elif not isinstance(data, np.ndarray):
+        raise BadRequest(f"{op} found {found(data)}, expected a tensor (an array of numbers)")
+    if isinstance(data, np.ndarray) and data.dtype.kind not in "biuf":
         raise BadRequest(f"{op} found {found(data)}, expected a tensor (an array of numbers)")
     if data.ndim == 0 or 0 in data.shape[1:]:
         raise BadRequest(f"{op} found {found(data)}, expected [rows, ...], with no axis of 0 after the first")

@@ -6,19 +6,24 @@ What a file becomes is stated in `penstock.images`. Both ops release the interpr
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
 from msgspec import Struct
 
-from penstock.errors import ConfigError, DecodeError, install_hint
-from penstock.images import MAX_PIXELS, RGB, WHITE, Color, Decoder, decode_image, library
+from penstock.core.worker.devices import visible_gpus
+from penstock.errors import ConfigError, DecodeError, describe, install_hint, out_of_memory
+from penstock.images import JPEG, MAX_PIXELS, RGB, WHITE, Color, Decoder, decode_image, library, upright, whole_jpeg
 from penstock.pipeline.ops.base import Array, Fields, ItemOp, found
 from penstock.pipeline.ops.geometry import sized
 from penstock.pipeline.ops.mat import DataFormat, cv2, tensor_of
+from penstock.runtimes.torch import import_torch
 
 log = logging.getLogger("penstock.pipeline")
+
+BYTES = bytes | bytearray | memoryview
 
 
 class DecodeMat(ItemOp):
@@ -79,14 +84,14 @@ class DecodeMat(ItemOp):
             f" decode by {measured.mean:.1f} of 255 on average, 99 % of them by at most {measured.within:.0f}"
         )
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
+    def __call__(self, data: Any, fields: Fields) -> Any:
         mat = self.decode(data)
         fields["color"] = self.color
         return mat
 
-    def decode(self, data: Any) -> Array:
+    def decode(self, data: Any) -> Any:
         """The image in `self.color`. Raises DecodeError."""
-        if not isinstance(data, bytes | bytearray | memoryview):
+        if not isinstance(data, BYTES):
             raise DecodeError(f"{type(self).__name__} found {found(data)}, expected the bytes of an encoded image")
         return decode_image(
             data,
@@ -101,7 +106,8 @@ class DecodeMat(ItemOp):
 class DecodeTensor(DecodeMat):
     """The pixels of an encoded image as a tensor: bytes -> uint8 `[1, 3, height, width]`; `color` is their order.
 
-    It uses the decoders of DecodeMat on the CPU. TorchPipe decodes on the GPU.
+    In a node on a GPU, the result is a tensor of PyTorch there. nvJPEG decodes JPEGs, at full size, if torchvision or
+    nvidia-nvimgcodec is installed; levels may differ by a few from those of the CPU. DecodeMat's decoders do the rest.
 
     - `color`: "rgb" or "bgr".
     - `data_format`: "nchw"; "nhwc" gives `[1, height, width, 3]`, "hwc" (TorchPipe's) the same without rows.
@@ -109,6 +115,7 @@ class DecodeTensor(DecodeMat):
 
     gives = "tensor"
     writes = ("color", "data_format")
+    gpu = True
 
     def __init__(
         self,
@@ -122,11 +129,90 @@ class DecodeTensor(DecodeMat):
     ) -> None:
         super().__init__(decoder, scale_h, scale_w, max_pixels, background)
         self.color, self.data_format = color, data_format
+        self._device: str | None = None
+        self._decode_jpeg: JpegDecoder | None = None
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
+    def load(self, device: str) -> None:
+        """Raises LoadFailed on a GPU without PyTorch."""
+        super().load(device)
+        if device.startswith("cuda"):
+            self._torch, self._device = import_torch(), device
+            self._decode_jpeg = gpu_decoder(device)
+
+    def note(self) -> str:
+        """As DecodeMat; and whether a machine with a GPU has no decoder for it."""
+        missing = visible_gpus() and not any(map(library, GPU_DECODERS))
+        hint = f"JPEGs are decoded on the CPU; for the GPU, install one of {', '.join(GPU_DECODERS)}" if missing else ""
+        return "; ".join(filter(None, (super().note(), hint)))
+
+    def decode(self, data: Any) -> Any:
+        """The image in `self.color`, on the device of the node. Raises DecodeError."""
+        if self._device is None:
+            return super().decode(data)
+        if self._decode_jpeg is not None and isinstance(data, BYTES) and bytes(data[:2]) == JPEG:
+            data = bytes(data)
+            header = whole_jpeg(data, self.max_pixels)
+            try:
+                mat = upright(self._decode_jpeg(data), header.orientation)
+                return mat if self.color == "rgb" else mat.flip(2)
+            except RuntimeError as e:  # a kind of JPEG that it lacks, or one that the CPU cannot decode either
+                if out_of_memory(e):
+                    raise
+        return self._torch.from_numpy(np.ascontiguousarray(super().decode(data))).to(self._device)
+
+    def __call__(self, data: Any, fields: Fields) -> Any:
         mat = super().__call__(data, fields)
         fields["data_format"] = self.data_format
         return tensor_of(mat, self.data_format)
+
+
+JpegDecoder = Callable[[bytes], Any]
+"""Decodes a JPEG to a tensor `[height, width, 3]`, uint8, RGB, on its device, without applying an orientation. Raises
+RuntimeError."""
+
+
+def _torchvision(module: Any, torch: Any, device: str) -> JpegDecoder:
+    def decode(data: bytes) -> Any:
+        given = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return module.decode_jpeg(given, mode=module.ImageReadMode.RGB, device=device).permute(1, 2, 0)
+
+    return decode
+
+
+def _nvimgcodec(module: Any, torch: Any, device: str) -> JpegDecoder:
+    decoder = module.Decoder(device_id=int(device.partition(":")[2] or 0))
+    params = module.DecodeParams(apply_exif_orientation=False, color_spec=module.ColorSpec.SRGB)
+
+    def decode(data: bytes) -> Any:
+        image = decoder.decode(data, params=params)
+        if image is None:
+            raise RuntimeError("nvImageCodec does not decode it")
+        return torch.as_tensor(image, device=device)
+
+    return decode
+
+
+GPU_DECODERS: dict[str, Callable[[Any, Any, str], JpegDecoder]] = {
+    "torchvision.io": _torchvision,
+    "nvidia.nvimgcodec": _nvimgcodec,
+}
+"""What makes a decoder from a module, PyTorch, and a device. The first one that works is used."""
+
+
+def gpu_decoder(device: str) -> JpegDecoder | None:
+    """A decoder of a GPU that decodes a small JPEG; None without one."""
+    jpeg = cv2.imencode(".jpg", picture(16, 16, 0))[1].tobytes()
+    for name, make in GPU_DECODERS.items():
+        if (module := library(name)) is None:
+            continue
+        try:
+            decoder = make(module, import_torch(), device)
+            decoder(jpeg)
+        except Exception as e:  # of another version, or of one that was built without the GPU
+            log.warning("gpu_decoder_fails module=%s device=%s reason=%s", name, device, describe(e))
+        else:
+            return decoder
+    return None
 
 
 # ---- the accuracy of reduced decoding, on generated pictures between a blurred photograph and a busy one

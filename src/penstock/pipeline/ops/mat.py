@@ -9,7 +9,7 @@ import cv2 as cv2
 import numpy as np
 
 from penstock.errors import BadRequest, ConfigError
-from penstock.pipeline.ops.base import MAT_TYPES, Array, Fields, ItemOp, MatOp, as_mat, as_tensor, found
+from penstock.pipeline.ops.base import MAT_TYPES, Array, Fields, ItemOp, MatOp, as_mat, as_tensor, found, is_torch
 
 cv2.setNumThreads(1)  # instances already run concurrently
 # OpenCV logs each broken image, which the item's error reports; the function's name changed in OpenCV 5
@@ -61,8 +61,10 @@ class FloatMat(MatOp):
         return mat.astype(np.float32, copy=False)
 
 
-def planes(mat: Array) -> Array:
+def planes(mat: Any) -> Any:
     """An image as a C-contiguous `[1, channels, height, width]`."""
+    if is_torch(mat):
+        return channels_first(mat).contiguous()
     if mat.ndim == 2 or mat.shape[2] == 1:
         return np.ascontiguousarray(mat).reshape(1, 1, *mat.shape[:2])
     tensor: Array = np.empty((1, mat.shape[2], *mat.shape[:2]), mat.dtype)
@@ -78,7 +80,7 @@ def interleaved(mat: Array) -> Array:
     return merged.reshape(mat.shape)
 
 
-def tensor_of(mat: Array, data_format: str) -> Array:
+def tensor_of(mat: Any, data_format: str) -> Any:
     """An image as a tensor. It is a view if the channels stay the last axis."""
     if mat.ndim == 4:
         return mat.transpose(0, 3, 1, 2) if data_format == "nchw" else mat
@@ -130,19 +132,26 @@ class Any2Mat(ItemOp):
         return [as_mat(mat, "Any2Mat") for mat in data]
 
 
-def image_of(data: Any, op: str) -> Array:
+def channels_first(mat: Any) -> Any:
+    """A view `[1, channels, height, width]` of an image `[height, width, channels]`."""
+    return getattr(mat, "permute", mat.transpose)(2, 0, 1)[None]
+
+
+def image_of(data: Any, op: str, *, on_device: bool = False) -> Any:
     """A view `[height, width, channels]` of a tensor `[1, channels, height, width]` or `[height, width, channels]`.
 
-    It has 1, 3 or 4 channels. For a tensor without rows it is black, and the caller drops its result.
+    It has 1, 3 or 4 channels. For a tensor without rows it is black, and the caller drops its result. `on_device`: a
+    tensor of PyTorch stays one.
 
     Raises BadRequest.
     """
-    tensor = as_tensor(data, op)
+    tensor = as_tensor(data, op, on_device=on_device)
     if len(tensor) == 0:
-        tensor = np.zeros((1, *tensor.shape[1:]), tensor.dtype)
+        shape = (1, *tensor.shape[1:])
+        tensor = tensor.new_zeros(shape) if is_torch(tensor) else np.zeros(shape, tensor.dtype)
     if tensor.ndim == 4 and tensor.shape[0] == 1 and tensor.shape[1] in (1, 3, 4):
-        mat: Array = tensor[0]
-        return mat.transpose(1, 2, 0)
+        mat = tensor[0]
+        return getattr(mat, "permute", mat.transpose)(1, 2, 0)
     if tensor.ndim == 3 and tensor.shape[2] in (1, 3, 4):
         return tensor
     raise BadRequest(f"{op} found {found(data)}, expected [1, 1|3|4, height, width] or [height, width, 1|3|4]")

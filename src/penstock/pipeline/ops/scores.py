@@ -18,7 +18,7 @@ def softmax(logits: Array) -> Array:
 
 def one_row(data: Any, op: str) -> Array:
     """The scores of one item, `[1, classes]` or `[classes]`, or of none, `[0, classes]`. Raises BadRequest."""
-    scores = as_tensor(data, op)
+    scores: Array = as_tensor(data, op)
     if scores.size not in (0, scores.shape[-1]) or not scores.shape[-1]:
         raise BadRequest(f"{op} found {found(scores)}, expected the scores of one item, [1, classes]")
     return scores

@@ -1,4 +1,4 @@
-"""Operations on images as tensors. TorchPipe runs them on the GPU, this module on the CPU.
+"""Operations on images as tensors: arrays on the CPU, or tensors of PyTorch where these are, such as on a GPU.
 
 Tensors are `[1, channels, height, width]` unless stated otherwise. `[height, width, channels]` is also accepted, and no
 rows, `[0, channels, height, width]`, which give no rows.
@@ -9,9 +9,10 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.errors import BadRequest
-from penstock.pipeline.ops.base import BOX, Array, Fields, TensorOp, as_tensor, found
+from penstock.pipeline.ops.base import BOX, Array, Fields, TensorOp, as_tensor, found, is_torch
 from penstock.pipeline.ops.geometry import ResizeMat, ResizePadMat, cropped, pillow_sized, sized
-from penstock.pipeline.ops.mat import image_of, interleaved, planes
+from penstock.pipeline.ops.mat import channels_first, image_of, interleaved, planes
+from penstock.runtimes.torch import import_torch
 
 
 class CvtColorTensor(TensorOp):
@@ -27,8 +28,8 @@ class CvtColorTensor(TensorOp):
     def __init__(self, color: Literal["rgb", "bgr"]) -> None:
         self.color = color
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        tensor = as_tensor(data, "CvtColorTensor")
+    def __call__(self, data: Any, fields: Fields) -> Any:
+        tensor = as_tensor(data, "CvtColorTensor", on_device=True)
         now = fields.get("color", "bgr")
         if now not in ("rgb", "bgr"):
             raise BadRequest(f"CvtColorTensor found the field color = {now!r}, expected 'rgb' or 'bgr'")
@@ -38,7 +39,9 @@ class CvtColorTensor(TensorOp):
                 f"CvtColorTensor found {found(tensor)}, expected [rows, 3, height, width] or [height, width, 3]"
             )
         fields["color"] = self.color
-        return tensor if now == self.color else np.flip(tensor, axis)
+        if now == self.color:
+            return tensor
+        return tensor.flip(axis) if is_torch(tensor) else np.flip(tensor, axis)
 
 
 def aligned(mat: Array, height: int, width: int) -> Array:
@@ -61,6 +64,21 @@ def aligned(mat: Array, height: int, width: int) -> Array:
     return mat.astype(np.float32, copy=False)
 
 
+def resized(mat: Any, height: int, width: int, align_corners: bool) -> Any:
+    """The image `[height, width, channels]` at another size, float32, where it is."""
+    if is_torch(mat):
+        interpolate: Any = import_torch().nn.functional.interpolate
+        floats = channels_first(mat).float()
+        found = interpolate(floats, (height, width), mode="bilinear", align_corners=align_corners)
+        return found[0].permute(1, 2, 0)
+    return aligned(mat, height, width) if align_corners else sized(interleaved(float32(mat)), height, width)
+
+
+def float32(tensor: Any) -> Any:
+    """The same values as float32."""
+    return tensor.float() if is_torch(tensor) else tensor.astype(np.float32, copy=False)
+
+
 class ResizeTensor(TensorOp, ResizeMat):
     """The image at another size: -> float32 `[1, channels, resize_h, resize_w]`; `[height, width, channels]` stays so.
 
@@ -71,12 +89,8 @@ class ResizeTensor(TensorOp, ResizeMat):
         super().__init__(resize_h, resize_w)
         self.align_corners = align_corners
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        mat = image_of(data, "ResizeTensor")
-        if self.align_corners:
-            mat = aligned(mat, *self.size)
-        else:
-            mat = sized(interleaved(mat).astype(np.float32, copy=False), *self.size)
+    def __call__(self, data: Any, fields: Fields) -> Any:
+        mat = resized(image_of(data, "ResizeTensor", on_device=True), *self.size, self.align_corners)
         return mat if data.ndim == 3 else planes(mat)[: len(data)]
 
 
@@ -84,7 +98,7 @@ class PillowResizeTensor(TensorOp, ResizeMat):
     """The image at another size, bit-identical to Pillow's bilinear filter: uint8, 1 or 3 channels,
     -> uint8 `[1, channels, resize_h, resize_w]`."""
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
+    def __call__(self, data: Any, fields: Fields) -> Any:
         mat = pillow_sized(image_of(data, "PillowResizeTensor"), *self.size, "PillowResizeTensor")
         return planes(mat)[: len(data)]
 
@@ -97,12 +111,15 @@ class ResizePadTensor(TensorOp, ResizePadMat):
     - `pad_value`: the value of the padding; only the first of several counts.
     """
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        mat = image_of(data, "ResizePadTensor")
+    def __call__(self, data: Any, fields: Fields) -> Any:
+        mat = image_of(data, "ResizePadTensor", on_device=True)
         height, width = self.fit(mat, fields)
-        frame = np.full((1, mat.shape[2], *self.bounds), self.value[0], np.float32)
-        frame[0, :, :height, :width] = aligned(mat, height, width).transpose(2, 0, 1)
-        return frame[: len(data)]
+        image = channels_first(resized(mat, height, width, align_corners=True))
+        frame = image.new_empty if is_torch(image) else np.empty
+        padded: Array = frame((1, mat.shape[2], *self.bounds), dtype=image.dtype)
+        padded[:] = self.value[0]
+        padded[:, :, :height, :width] = image
+        return padded[: len(data)]
 
 
 class CropTensor(TensorOp):
@@ -113,15 +130,16 @@ class CropTensor(TensorOp):
 
     reads = (BOX,)
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        return cropped(image_of(data, "CropTensor"), fields, "CropTensor").transpose(2, 0, 1)[None][: len(data)]
+    def __call__(self, data: Any, fields: Fields) -> Any:
+        mat = image_of(data, "CropTensor", on_device=True)
+        return channels_first(cropped(mat, fields, "CropTensor"))[: len(data)]
 
 
 class FloatTensor(TensorOp):
     """The tensor as float32 with the same values: any shape."""
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        return as_tensor(data, "FloatTensor").astype(np.float32, copy=False)
+    def __call__(self, data: Any, fields: Fields) -> Any:
+        return float32(as_tensor(data, "FloatTensor", on_device=True))
 
 
 class NCHWTensor(TensorOp):
@@ -129,27 +147,31 @@ class NCHWTensor(TensorOp):
 
     writes = ("data_format",)
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
+    def __call__(self, data: Any, fields: Fields) -> Any:
         fields["data_format"] = "nchw"
-        return image_of(data, type(self).__name__).transpose(2, 0, 1)[None][: len(data)]
+        return channels_first(image_of(data, type(self).__name__, on_device=True))[: len(data)]
 
 
 class FloatNCHWTensor(NCHWTensor):
     """The image as float32 `[1, channels, height, width]`, C-contiguous."""
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        return np.ascontiguousarray(super().__call__(data, fields), np.float32)
+    def __call__(self, data: Any, fields: Fields) -> Any:
+        tensor = float32(super().__call__(data, fields))
+        return tensor.contiguous() if is_torch(tensor) else np.ascontiguousarray(tensor)
 
 
 class CpuTensor(TensorOp):
-    """The unchanged tensor, or list of tensors. Tensors between nodes are always on the CPU."""
+    """The tensor, or list of tensors, as arrays on the CPU."""
 
     def __call__(self, data: Any, fields: Fields) -> Any:
         name = type(self).__name__
-        for tensor in data if isinstance(data, list | tuple) else [data]:
-            as_tensor(tensor, name)
-        return data
+        return [as_tensor(one, name) for one in data] if isinstance(data, list | tuple) else as_tensor(data, name)
 
 
-class GpuTensor(CpuTensor):
+class GpuTensor(TensorOp):
     """The unchanged tensor, or list of tensors. The model moves a whole batch to its device."""
+
+    def __call__(self, data: Any, fields: Fields) -> Any:
+        for tensor in data if isinstance(data, list | tuple) else [data]:
+            as_tensor(tensor, "GpuTensor", on_device=True)
+        return data

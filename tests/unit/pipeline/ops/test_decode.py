@@ -14,7 +14,7 @@ from PIL import Image
 
 from penstock import images
 from penstock.errors import BadRequest, ConfigError, DecodeError
-from penstock.pipeline.ops.decode import DecodeMat, DecodeTensor, accuracy, picture
+from penstock.pipeline.ops.decode import GPU_DECODERS, DecodeMat, DecodeTensor, accuracy, picture
 from penstock.pipeline.ops.mat import cv2
 
 DECODERS = ["opencv", "simplejpeg"]
@@ -390,3 +390,119 @@ def test_the_measure_is_of_the_size_of_that_on_photographs():
 def test_a_picture_is_the_same_for_the_same_seed():
     assert np.array_equal(picture(20, 30, 1), picture(20, 30, 1))
     assert not np.array_equal(picture(20, 30, 1), picture(20, 30, 2))
+
+
+# ---- on a GPU, which a decoder on the CPU stands for
+
+
+def on_gpu(monkeypatch, decode, **options):
+    """A DecodeTensor in a node on a GPU, whose JPEGs `decode` turns into an array; others stay on the CPU."""
+    torch = pytest.importorskip("torch")
+    made = {"json": lambda module, torch, device: lambda data: torch.from_numpy(decode(data))}
+    monkeypatch.setattr("penstock.pipeline.ops.decode.GPU_DECODERS", made)
+    op = DecodeTensor(**options)
+    op.load("cuda:0")
+    op._device = "cpu"
+    return op, torch
+
+
+def flat_rgb(data):
+    return cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)[
+        :, :, ::-1
+    ].copy()
+
+
+@pytest.mark.parametrize("color", ["rgb", "bgr"])
+@pytest.mark.parametrize("data_format", ["nchw", "hwc", "nhwc"])
+def test_jpegs_of_a_gpu_are_tensors_with_the_pixels_of_the_cpu(monkeypatch, rgb, color, data_format):
+    op, torch = on_gpu(monkeypatch, flat_rgb, color=color, data_format=data_format)
+    for orientation in range(1, 9):
+        marks = Image.Exif()
+        marks[0x0112] = orientation
+        out = io.BytesIO()
+        Image.fromarray(rgb).save(out, "JPEG", exif=marks)
+        tensor, fields = op(out.getvalue(), (fields := {})), fields
+        want = DecodeTensor(color, data_format, decoder="opencv")(out.getvalue(), {})
+        assert isinstance(tensor, torch.Tensor)
+        assert np.array_equal(tensor.numpy(), want)
+        assert fields == {"color": color, "data_format": data_format}
+
+
+def test_what_a_gpu_does_not_decode_is_decoded_by_the_cpu_and_is_there_too(monkeypatch, encode):
+    def refuse(data):
+        raise RuntimeError("no such sampling factors")
+
+    with monkeypatch.context() as patch:
+        op, torch = on_gpu(patch, flat_rgb)
+    op._decode_jpeg = refuse
+    for file in (encode("JPEG"), encode("PNG"), encode("JPEG", "CMYK")):
+        tensor = op(memoryview(file), {})
+        assert isinstance(tensor, torch.Tensor)
+        assert np.array_equal(tensor.numpy(), DecodeTensor()(file, {}))
+    with pytest.raises(DecodeError, match="truncated"):
+        op(encode("JPEG")[:-40], {})
+
+    def full(data):
+        raise RuntimeError("CUDA out of memory")
+
+    op._decode_jpeg = full
+    with pytest.raises(RuntimeError, match="out of memory"):
+        op(encode("JPEG"), {})
+
+
+def test_a_decoder_that_fails_at_load_is_not_used(monkeypatch, encode, caplog):
+    def fails(data):
+        raise RuntimeError("built without nvJPEG")
+
+    op, _ = on_gpu(monkeypatch, fails)
+    assert "gpu_decoder_fails module=json device=cuda:0" in caplog.text
+    assert "built without nvJPEG" in caplog.text
+    assert np.array_equal(op(encode("JPEG"), {}).numpy(), DecodeTensor()(encode("JPEG"), {}))
+
+
+def test_the_libraries_are_asked_for_rgb_without_their_own_rotation(encode):
+    torch = pytest.importorskip("torch")
+    asked = []
+
+    class Library:
+        class ImageReadMode:
+            RGB = "rgb"
+
+        class ColorSpec:
+            SRGB = "srgb"
+
+        def decode_jpeg(self, data, mode, device):
+            asked.append((bytes(data.numpy()), mode, device))
+            return torch.from_numpy(flat_rgb(asked[-1][0]).transpose(2, 0, 1).copy())
+
+        def DecodeParams(self, **params):
+            return params
+
+        def Decoder(self, device_id):
+            asked.append(device_id)
+            return self
+
+        def decode(self, data, params):
+            asked.append(params)
+            return flat_rgb(data) if data != b"other" else None
+
+    file = encode("JPEG")
+    first = GPU_DECODERS["torchvision.io"](Library(), torch, "cuda:1")(file)
+    assert asked == [(file, "rgb", "cuda:1")]
+    second = GPU_DECODERS["nvidia.nvimgcodec"](Library(), torch, "cpu:3")
+    assert np.array_equal(second(file).numpy(), first.numpy())
+    assert asked[1:] == [3, {"apply_exif_orientation": False, "color_spec": "srgb"}]
+    with pytest.raises(RuntimeError, match="nvImageCodec"):
+        second(b"other")
+
+
+@pytest.mark.gpu
+def test_a_gpu_decodes_nearly_the_pixels_of_the_cpu(encode):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    op = DecodeTensor()
+    op.load("cuda:0")
+    tensor = op(encode("JPEG", subsampling=0), {})
+    assert tensor.device.type == "cuda"
+    assert difference(tensor.cpu().numpy(), DecodeTensor()(encode("JPEG", subsampling=0), {})) <= 4
