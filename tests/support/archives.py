@@ -17,13 +17,13 @@ def read_archive(path: Path, target: Path) -> Archive:
         return unpack_archive(file, path.name, target)
 
 
-def write_wheel(folder: Path) -> Path:
-    """A package `penstock_tiny` with NAME, for pip without a network."""
-    wheel = folder / "penstock_tiny-1.0-py3-none-any.whl"
-    info = "penstock_tiny-1.0.dist-info"
+def write_wheel(folder: Path, version: str = "1.0") -> Path:
+    """A package `penstock_tiny` with NAME and VERSION, for pip without a network."""
+    wheel = folder / f"penstock_tiny-{version}-py3-none-any.whl"
+    info = f"penstock_tiny-{version}.dist-info"
     with zipfile.ZipFile(wheel, "w") as z:
-        z.writestr("penstock_tiny.py", "NAME = 'tiny'\n")
-        z.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: penstock-tiny\nVersion: 1.0\n")
+        z.writestr("penstock_tiny.py", f"NAME, VERSION = 'tiny', {version!r}\n")
+        z.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: penstock-tiny\nVersion: {version}\n")
         z.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         z.writestr(f"{info}/RECORD", "")
     return wheel

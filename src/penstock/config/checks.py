@@ -179,7 +179,8 @@ def check_model(model: ModelConfig, where: str = "") -> None:
     if model.transport != "ray" and model.ray != RayConfig():
         raise ConfigError(f"{where}ray: [ray] keys require transport = 'ray'")
     if model.transport in ("inline", "thread", *REMOTE):
-        for key in ("max_requests", "max_memory_bytes", *(() if model.transport in REMOTE else ("env",))):
+        own = ("requirements", "python", "max_requests", "max_memory_bytes")
+        for key in (*own, *(() if model.transport in REMOTE else ("env",))):
             if getattr(model, key):
                 raise ConfigError(
                     f"{where}{key}: found {getattr(model, key)}, but the {model.transport} transport has no worker"

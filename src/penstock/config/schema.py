@@ -384,6 +384,13 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             " OpenAI-style routes too (see openai.md)"
         ),
     ] = None
+    requirements: Annotated[
+        str | None,
+        doc("requirements file of packages that only this model's workers get; installed once, see models.md"),
+    ] = None
+    python: Annotated[
+        str | None, doc("interpreter of the workers, in an environment of its own that has the same Penstock")
+    ] = None
     weights: Annotated[
         str | None, doc("state dict file, also .safetensors, for a target that is a subclass of torch.nn.Module")
     ] = None

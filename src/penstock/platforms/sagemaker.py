@@ -9,6 +9,7 @@ from typing import Any, Final
 import click
 
 from penstock.config.targets import errors_end_the_command
+from penstock.core.engine.packages import install_requirements as install
 from penstock.errors import ConfigError
 from penstock.platforms import SageMakerEnvironment, read_sagemaker
 from penstock.torchserve.cli.torchserve import ServerOptions
@@ -83,12 +84,10 @@ def properties_of(environment: SageMakerEnvironment, insecure: bool) -> Properti
 
 
 def install_requirements(environment: SageMakerEnvironment) -> None:
-    """Installs the packages of `code/requirements.txt`, if it exists, for the workers. Raises InstallFailed."""
+    """Installs the packages of `code/requirements.txt`, if it exists, for the workers. Raises LoadFailed."""
     file = Path(environment.model_dir, "code", "requirements.txt")
     if not file.is_file():
         return
-    from penstock.torchserve.archive.network import install_requirements as install
-
     folder = Path(tempfile.gettempdir(), f"penstock-{os.getuid()}", "requirements")
     packages = str(install(file, folder, model=MODEL))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [packages, os.environ.get("PYTHONPATH")]))

@@ -19,6 +19,7 @@ from penstock.core.engine.calls import Call, notify, release
 from penstock.core.engine.direct import DirectDriver, DirectTransport
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.engine.inbox import inbox_of
+from penstock.core.engine.packages import provide
 from penstock.core.engine.registry import ModelRegistry, holder, version_order
 from penstock.core.engine.residency import ResidencyManager
 from penstock.core.engine.rules import devices_of, sequence_of
@@ -138,6 +139,7 @@ class Engine:
     async def _bring_up(self, handle: ModelHandle, keep: bool) -> None:
         """Loads a version, or leaves that to its first request."""
         try:
+            await provide(handle.spec)
             await (self._residency.add(handle) if self._residency.manages(handle) else handle.load())
         except (LoadFailed, ConfigError) as e:
             if not keep:

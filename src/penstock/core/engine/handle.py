@@ -66,7 +66,7 @@ class ModelHandle:
         policy: Callable[[], BatchPolicy] | None = None,
         driver: DirectDriver | None = None,
     ) -> None:
-        self.name, self.version = spec.name, spec.version
+        self.spec, self.name, self.version = spec, spec.name, spec.version
         self.config = spec.config
         self.files = file_stamps(spec.config, spec.sys_path)
         self.metadata: ModelMetadata | None = None

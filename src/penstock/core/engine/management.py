@@ -31,7 +31,8 @@ from penstock.types import ModelStatus
 
 log = logging.getLogger("penstock.engine")
 
-_OWN = ("env", "labels", "options", "preprocess_processes", "trust", "weights")  # only the configuration may set them
+# keys that only the server's configuration may set
+_OWN = ("env", "labels", "options", "preprocess_processes", "python", "requirements", "trust", "weights")
 Change = Callable[[], Coroutine[Any, Any, None] | None]
 
 

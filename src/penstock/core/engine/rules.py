@@ -85,7 +85,7 @@ def file_stamps(config: ModelConfig, folders: Sequence[str]) -> dict[str, tuple[
             asked = [package, *(f"{package}.{name}".strip(".") for name in re.findall(r"[\w.]+", names))]
             beside = [file for name in asked if name for file in _modules(name, [os.path.dirname(path) or ".", *root])]
             paths += [file for file in beside if os.path.isfile(file) and file not in paths]
-    others = (config.weights, *config.labels.values(), *config.options.values())
+    others = (config.weights, config.requirements, *config.labels.values(), *config.options.values())
     paths += [value for value in others if isinstance(value, str)]
     found = {}
     for path in paths:

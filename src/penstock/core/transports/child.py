@@ -333,7 +333,7 @@ class Worker:
 def _open(hello: Frame) -> tuple[BatchRunner, Ready]:
     """Loads the target of the first message."""
     paths, device, shown_device, files, main = pickle.loads(hello.head)  # from our own parent
-    sys.path[:] = paths
+    sys.path[:] = [each for path in paths for each in (sys.path if path is None else (path,))]
     spec = unpack_spec(hello.buffers[0], files, main)
     if spec.log_level:
         forward(spec.log_level)

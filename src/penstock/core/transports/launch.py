@@ -173,6 +173,15 @@ def python() -> str:
     return found if os.path.exists(found) else sys.executable
 
 
+def _paths(spec: WorkerSpec) -> list[str | None]:
+    """Where a worker looks for modules; None stands for the paths of an interpreter of its own."""
+    own = filter(None, spec.config.env.get("PYTHONPATH", "").split(os.pathsep))
+    if spec.config.python is None:
+        return list(dict.fromkeys([*spec.sys_path, *own, *(p or os.getcwd() for p in sys.path)]))
+    given = (path for path in spec.sys_path if not path.startswith((sys.prefix, sys.base_prefix)))
+    return list(dict.fromkeys([*given, *own, None]))
+
+
 def launch(
     spec: WorkerSpec, packed: PackedSpec, device: str, pool: SlabPool | None, reply_bytes: int
 ) -> tuple[Child, list[Buffer]]:
@@ -190,7 +199,7 @@ def launch(
             read_fd, write_fd = os.pipe()
         numbers = [os.getpid(), theirs.fileno(), pool_fd, pool_bytes, reply_fd, reply_bytes]
         process = os_threads.popen(
-            [python(), "-P", "-m", "penstock.core.transports.child", *map(str, numbers)],
+            [spec.config.python or python(), "-P", "-m", "penstock.core.transports.child", *map(str, numbers)],
             pass_fds=[fd for fd in (theirs.fileno(), pool_fd, reply_fd) if fd >= 0],
             env=env,
             stdin=subprocess.DEVNULL,
@@ -212,7 +221,5 @@ def launch(
             os.close(write_fd)
     pidfd = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
     ours.setblocking(False)
-    own = filter(None, spec.config.env.get("PYTHONPATH", "").split(os.pathsep))
-    paths = list(dict.fromkeys([*spec.sys_path, *own, *(p or os.getcwd() for p in sys.path)]))
-    head = pickle.dumps((paths, inner_device, device, packed.files, packed.main), 5)
+    head = pickle.dumps((_paths(spec), inner_device, device, packed.files, packed.main), 5)
     return Child(process, ours, pidfd, replies, read_fd, reply_fd), frame_of(head, [packed.data])

@@ -11,7 +11,8 @@ from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
 
 from penstock.config.load import load_yaml
-from penstock.errors import ArchiveError, ConfigError
+from penstock.core.engine.packages import install_requirements
+from penstock.errors import ArchiveError, ConfigError, LoadFailed
 from penstock.torchserve.admin.model_spec import ArchiveSource, ModelSpec, VersionRequest, make_spec
 from penstock.torchserve.archive import ArchiveExists, ArchiveNotFound, DownloadFailed, InstallFailed, UrlForbidden
 from penstock.torchserve.archive.store import ModelStore, UnpackedArchive
@@ -93,16 +94,15 @@ class ArchiveOpener:
         """Installs the model's requirements, if there are any and install_py_dep_per_model is on."""
         if not self._properties.install_py_dep_per_model or not spec.requirements:
             return
-        from penstock.torchserve.archive.network import install_requirements
-
         lock = self._installs.setdefault(spec.packages, asyncio.Lock())
         file, venv = spec.folder / spec.requirements, spec.settings.use_venv
         install = partial(install_requirements, file, spec.packages, model=spec.name, venv=venv)
         async with lock, self._slots:
             try:
                 await run_in_thread(install)
-            except ArchiveError as e:
-                raise api_error(e) from e
+            except LoadFailed as e:
+                failed = f"Custom pip package installation failed for model {spec.name}"
+                raise api_error(InstallFailed(failed, detail=e.detail)) from e
 
 
 def open_archive(store: ModelStore, url: str | None, name: str | None, s3_sse_kms: bool) -> UnpackedArchive:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import ArchiveError
+from penstock.errors import ArchiveError, LoadFailed
 from penstock.torchserve.admin.archives import mar_name, read_yaml, run_in_thread
-from penstock.torchserve.archive import ArchiveExists, DownloadFailed, InstallFailed
+from penstock.torchserve.archive import ArchiveExists, DownloadFailed
 from penstock.torchserve.archive.store import ModelStore
 from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 from support.archives import write_wheel
@@ -41,14 +41,14 @@ class Installs:
         assert file.read_text() == "some-package"
         self.asked.append((file.name, model, venv))
         if self.fails:
-            raise InstallFailed(f"Custom pip package installation failed for model {model}", detail="why")
+            raise LoadFailed(f"the packages of model '{model}' were not installed", detail="why")
         return folder
 
 
 @pytest.fixture
 def installs(monkeypatch: pytest.MonkeyPatch) -> Installs:
     installs = Installs()
-    monkeypatch.setattr("penstock.torchserve.archive.network.install_requirements", installs)
+    monkeypatch.setattr("penstock.torchserve.admin.archives.install_requirements", installs)
     return installs
 
 

@@ -4,26 +4,21 @@ import contextlib
 import hashlib
 import http.server
 import ipaddress
-import os
 import socket
 import ssl
-import subprocess
 import sys
 import threading
-import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from penstock.errors import ArchiveError
-from penstock.torchserve.archive import ArchiveExists, DownloadFailed, InstallFailed, UrlForbidden
-from penstock.torchserve.archive.network import MARK, download, install_requirements
+from penstock.torchserve.archive import ArchiveExists, DownloadFailed, UrlForbidden
+from penstock.torchserve.archive.network import download
 from penstock.torchserve.archive.store import ModelStore
-from support.archives import write_wheel
 
 TLS = Path(__file__).parents[3] / "tls"
 ANYWHERE = ["http(s)?://.*"]
@@ -323,68 +318,3 @@ def test_signing_without_a_region_names_the_variable_to_set(
     with pytest.raises(DownloadFailed) as e:
         fetch(f"{server.url}/m.mar", tmp_path / "m.mar", sign_s3=True)
     assert "AWS_DEFAULT_REGION" in e.value.detail
-
-
-# ---- requirements
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """A model's folder whose requirements name a package that is a file beside it: no network is needed."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "requirements.txt").write_text(f"{write_wheel(tmp_path)}\n")
-    return folder
-
-
-def imported(path: Path, statement: str) -> str:
-    env = {**os.environ, "PYTHONPATH": str(path)}
-    found = subprocess.run([sys.executable, "-c", statement], env=env, capture_output=True, text=True, check=True)
-    return found.stdout.strip()
-
-
-def test_packages_are_installed_into_the_models_folder_once(model: Path, monkeypatch: pytest.MonkeyPatch):
-    (model / MARK).write_text("of other requirements")
-    assert install_requirements(model / "requirements.txt", model, model="m") == model
-    assert imported(model, "import penstock_tiny; print(penstock_tiny.NAME)") == "tiny"
-    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("installed again"))
-    assert install_requirements(model / "requirements.txt", model, model="m") == model
-
-
-def test_a_venv_inherits_the_packages_of_this_python(model: Path):
-    packages = install_requirements(model / "requirements.txt", model, model="m", venv=True)
-    assert packages.is_relative_to(model / "venv")
-    assert imported(packages, "import penstock_tiny; print(penstock_tiny.__file__)").startswith(str(packages))
-    python = model / "venv" / "bin" / "python"
-    subprocess.run([python, "-c", "import msgspec, penstock_tiny"], check=True)
-
-
-def test_a_failure_has_torchserves_message_and_pips_output(model: Path, caplog: pytest.LogCaptureFixture):
-    (model / "requirements.txt").write_text("/nono/nothing-1.0-py3-none-any.whl\n")
-    with pytest.raises(InstallFailed, match=r"^Custom pip package installation failed for model m$") as e:
-        install_requirements(model / "requirements.txt", model, model="m")
-    assert "nothing-1.0" in e.value.detail
-    assert "model=m" in caplog.text
-    assert not (model / MARK).exists()
-
-
-def test_a_missing_requirements_file_is_a_failure(model: Path):
-    with pytest.raises(InstallFailed) as e:
-        install_requirements(model / "nono.txt", model, model="m")
-    assert "nono.txt cannot be read" in e.value.detail
-
-
-def test_a_timeout_kills_pip_and_its_children(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    script = tmp_path / "python"
-    script.write_text("#!/bin/sh\nsleep 600 & echo $! > child\nwait\n")
-    script.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(script))
-    with pytest.raises(InstallFailed) as e:
-        install_requirements(model / "requirements.txt", model, model="m", timeout_s=1.0)
-    assert "timed out" in e.value.detail
-    with contextlib.suppress(psutil.NoSuchProcess):
-        child = psutil.Process(int((model / "child").read_text()))
-        end = time.monotonic() + 10  # killed, but perhaps not yet gone
-        while child.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < end, "it lives"
-            time.sleep(0.01)
