@@ -43,11 +43,16 @@ _LONGEST, _WIDTH = 60, 76
 
 def graph_text(graph: Graph) -> str:
     """The nodes of a graph, and the fields on its edges. Raises ConfigError: the edges do not fit."""
-    here = placed(graph).nodes
-    nodes = [replace(graph.nodes[name], device=here[name].device) for name in graph.order()]
+    reasons: dict[str, str] = {}
+    here = placed(graph, reasons).nodes
+    nodes = [
+        replace(n, device=here[n.name].device, processes=here[n.name].processes)
+        for n in (graph.nodes[name] for name in graph.order())
+    ]
     count = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"
     head = f"pipeline {graph.name}: {count}, from {graph.entry} to {', '.join(graph.outputs)}"
     notes = [f"[{node.name}] {note}" for node in nodes for note in _notes(node)]
+    notes += [f"[{name}] runs in {why}" for name, why in reasons.items()]
     parts = [head, *_columns([_HEAD, *(row for node in nodes for row in _rows(node))]), "", *_edges(graph)]
     return "\n".join([*parts, *(["", *notes] if notes else [])]) + "\n"
 
@@ -66,7 +71,8 @@ def _rows(node: Node) -> Iterator[tuple[str, ...]]:
     if (each := node.each) is not None:
         ops.append(f"each of {each.split} through {each.body}" if each.split else f"through {each.body}")
     wait_s = node.wait_s if node.wait_s is not None else 0.0 if node.device == "cpu" else GPU_WAIT_S
-    yield node.name, ops[0], str(node.instances), _batch(node), f"{wait_s * 1000:g} ms", node.device
+    copies = f"{node.processes} processes" if node.processes else str(node.instances)
+    yield node.name, ops[0], copies, _batch(node), f"{wait_s * 1000:g} ms", node.device
     yield from (("", op, "", "", "", "") for op in ops[1:])
 
 

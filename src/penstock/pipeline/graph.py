@@ -76,7 +76,7 @@ class Node(Struct, frozen=True, omit_defaults=True):
     that depends on the machine or the steps. Without a model, a batch has as many items as fit a slice of time.
 
     - `steps`: the ops; a node may have none.
-    - `processes`: 0 if the instances are threads, otherwise as `instances`.
+    - `processes`: 0 if the instances are threads, otherwise as `instances`; "auto": measured where it runs.
     - `device` "auto": a GPU of the machine that runs the node, if it has one.
     - `otherwise`: the key `else`, what happens to items that do not meet `when`. "skip": they pass the node unchanged;
       "skip_branch": they are dead until the next join or output; "stop": they end here; "fail".
@@ -91,7 +91,7 @@ class Node(Struct, frozen=True, omit_defaults=True):
     inputs: tuple[NodeInput, ...] = ()
     filter: str = "swap"
     instances: int = 1
-    processes: int = 0
+    processes: int | Literal["auto"] = 0
     max_batch: int | None = None
     min_batch: int = 1
     sizes: tuple[int, ...] = ()

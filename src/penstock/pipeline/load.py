@@ -309,7 +309,7 @@ class NodeReader:
     def _set_processes(self, node: str, keys: dict[str, Any], table: Mapping[str, Any], values: dict[str, Any]) -> None:
         """Sets `instances` and `device` for a number of processes. Raises ConfigError if the node has other values."""
         count = values.get("processes")
-        if count is None:
+        if count is None or count == AUTO:
             return
         if "instances" in table and values["instances"] != count:
             text = f"found {count} with instances = {values['instances']}: each process is one instance; leave one out"

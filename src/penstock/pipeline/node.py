@@ -382,10 +382,24 @@ def computes(op: type[Op]) -> bool:
 # ---- where nodes run
 
 
-def placed(graph: Graph) -> Graph:
-    """The graph with a device of this machine for each "auto" node, and no more instances than can run at once."""
+def placed(graph: Graph, reasons: dict[str, str] | None = None) -> Graph:
+    """The graph with a device of this machine for each "auto" node, threads or processes for those with "auto", and no
+    more instances than can run at once. `reasons` receives why it has threads or processes, by node."""
     nodes = {name: replace(n, device=_device(n)) if n.device == AUTO else n for name, n in graph.nodes.items()}
-    return replace(graph, nodes={name: _limited(n) for name, n in nodes.items()})
+    graph = replace(graph, nodes={name: _limited(n) for name, n in nodes.items()})
+    if all(node.processes != AUTO for node in graph.nodes.values()):
+        return graph
+    from penstock.pipeline.auto import chosen  # other pipelines measure nothing
+
+    for name, choice in chosen(graph).items():
+        log.info("node=%s processes=%d why=%s", name, choice.processes, choice.why)
+        for place, node in graph.nodes.items():
+            if name in (place, node.alias_of):
+                count = choice.processes or node.instances
+                graph.nodes[place] = _limited(replace(node, processes=choice.processes, instances=count))
+        if reasons is not None:
+            reasons[name] = f"{f'{choice.processes} processes' if choice.processes else 'threads'}: {choice.why}"
+    return graph
 
 
 def _limited(node: Node) -> Node:

@@ -25,6 +25,7 @@ log = logging.getLogger("penstock.pipeline")
 Names = tuple[str, ...]
 Size = Annotated[int, Meta(ge=1, le=65536)]
 Instances = Annotated[int, Meta(ge=1, le=1024)]
+Processes = Instances | Literal["auto"]
 # the bounds below only catch typing errors
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 Bytes = Annotated[int, Meta(ge=1, le=2**50)]
@@ -61,8 +62,9 @@ NODE: Final = {
     ),
     "instances": Key(Instances, "how many copies run at the same time, each in its own thread", "1"),
     "processes": Key(
-        Instances,
-        "how many copies run at the same time, each in its own process, instead of `instances`",
+        Processes,
+        "how many copies run at the same time, each in its own process, instead of `instances`; `auto`: threads or"
+        " processes, as measured when the pipeline is loaded",
         "none: threads",
     ),
     "max_batch": Key(Size, "most items in one call", "8 with a model (1 with `compat`)"),

@@ -172,7 +172,7 @@ class NodeKeys(PlaceKeys, total=False):
     """The keys of a node in Python. docs/pipelines.md explains them."""
 
     instances: int
-    processes: int
+    processes: int | Literal["auto"]
     max_batch: int
     min_batch: int
     sizes: list[int]
