@@ -19,7 +19,6 @@ from penstock.errors import QueueFull as QueueFull
 from penstock.errors import SequenceLost as SequenceLost
 from penstock.errors import SequenceNotFound as SequenceNotFound
 from penstock.errors import WorkerDied as WorkerDied
-from penstock.request import Request as Request
 from penstock.types import ChatMessage as ChatMessage
 from penstock.types import Embedding as Embedding
 from penstock.types import EmbeddingRequest as EmbeddingRequest
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from penstock.core.worker.python_model import model as model
     from penstock.images import decode_image as decode_image
     from penstock.pipeline.steps import Pipeline as Pipeline
+    from penstock.request import Request as Request
     from penstock.serving.protocols.oip_messages import InferResponse as InferResponse
     from penstock.streamer.local import Streamer as Streamer
     from penstock.streamer.local import ThreadedStreamer as ThreadedStreamer
@@ -65,6 +65,7 @@ else:  # a type checker that saw `__getattr__` would accept every name
         "ModelConfig": "penstock.config.schema",
         "Pipeline": "penstock.pipeline.steps",
         "Portal": "penstock.core.portal.portal",
+        "Request": "penstock.request",
         "RedisStreamer": "penstock.streamer.redis.client",
         "RedisWorker": "penstock.streamer.redis.serve",
         "Streamer": "penstock.streamer.local",
