@@ -324,6 +324,11 @@ class ModelSnapshot(Struct):
     oldest_s: float = 0.0
     slo_s: float | None = None
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """The names of the model and its version."""
+        return self.status.name, self.status.version
+
 
 class HttpSnapshot(Struct):
     """The state of the inference listener; `answers` counts responses by status // 100, those of health checks that

@@ -23,7 +23,7 @@ from penstock.core.contracts import Backend, ModelSnapshot, ServerSnapshot
 from penstock.core.readings import resident_bytes
 from penstock.errors import QueueFull
 from penstock.serving.http.responses import SSE, sse_event
-from penstock.serving.observe.history import Event, History, Key, Second, Totals
+from penstock.serving.observe.history import History, Key, Second, Totals
 from penstock.serving.observe.verdict import LOOKED_S, verdict
 from penstock.serving.protocols.route import PAGE_HEADERS, Route, Template
 from penstock.types import ItemResult, Sink
@@ -100,17 +100,17 @@ class Dashboard:
     def _view(self, seconds: int, events: int) -> dict[str, Any]:
         """What the page shows, with the last `seconds` of each model and the last `events`."""
         models = self._snapshot.models
-        last = {key: self._history.last(key, LOOKED_S) for key in map(_key, models)}
+        last = {m.key: self._history.last(m.key, LOOKED_S) for m in models}
         found = verdict(models, last)
         if len(models) > MODELS:
-            models = sorted(models, key=lambda m: -self._now(_key(m)).requests)[:MODELS]
+            models = sorted(models, key=lambda m: -self._now(m.key).requests)[:MODELS]
         recent = list(self._history.events)[len(self._history.events) - events :]
         return {
             "now_s": time.time(),
             "verdict": found,
-            "models": [self._model(m, seconds) for m in sorted(models, key=_key)],
+            "models": [self._model(m, seconds) for m in sorted(models, key=lambda m: m.key)],
             "model_count": len(self._snapshot.models),
-            "events": [_event(event) for event in recent],
+            "events": [event._asdict() for event in recent],
             "connections": self._snapshot.http.connections if self._snapshot.http else 0,
         }
 
@@ -118,7 +118,7 @@ class Dashboard:
         return self._history.now.get(key, Second())
 
     def _model(self, model: ModelSnapshot, seconds: int) -> dict[str, Any]:
-        status, key = model.status, _key(model)
+        status, key = model.status, model.key
         rows = self._history.last(key, seconds) if seconds > 1 else [self._now(key)]
         return {
             "name": status.name,
@@ -186,11 +186,11 @@ class Dashboard:
     def _table(self) -> str:
         """The models as a table in HTML, for browsers without scripts."""
         self._snapshot = self._read()
-        last = {_key(m): self._history.last(_key(m), LOOKED_S) for m in self._snapshot.models}
+        last = {m.key: self._history.last(m.key, LOOKED_S) for m in self._snapshot.models}
         heads = ("Model", "Version", "State", "Instances", "Requests/s", "p99 ms", "Queue")
         lines = ["".join(f"<th>{head}</th>" for head in heads)]
         for model in self._snapshot.models[:MODELS]:
-            status, now = model.status, self._now(_key(model))
+            status, now = model.status, self._now(model.key)
             cells = (status.name, status.version, status.state, f"{status.ready_instances} of {status.instances}")
             numbers = (f"{now.requests:.0f}", f"{now.p99_s * 1000:.1f}", str(status.queue))
             lines.append("".join(f"<td>{html.escape(cell)}</td>" for cell in (*cells, *numbers)))
@@ -206,14 +206,6 @@ class _Viewer:
 
     def cancel(self) -> None:
         self._viewers.pop(self, None)
-
-
-def _key(model: ModelSnapshot) -> Key:
-    return model.status.name, model.status.version
-
-
-def _event(event: Event) -> dict[str, Any]:
-    return event._asdict()
 
 
 @cache

@@ -16,7 +16,6 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from penstock.core.contracts import ModelSnapshot, Observer, ServerSnapshot
-from penstock.errors import PenstockError
 
 Key = tuple[str, str]  # model, version
 
@@ -112,9 +111,6 @@ class History(Observer):
     def on_unload(self, model: str, version: str) -> None:
         self._note(model, version, "unloaded", "")
 
-    def on_error(self, model: str, version: str, error: PenstockError) -> None:
-        """Errors are counted, and are no events: there may be thousands a second."""
-
     def _note(self, model: str, version: str, kind: str, text: str) -> None:
         self.events.append(Event(time.time(), model, version, kind, text))
         self.event_count += 1
@@ -125,7 +121,7 @@ class History(Observer):
         """Adds what happened in the last `seconds`."""
         self.now = {}
         for model in snapshot.models:
-            key = (model.status.name, model.status.version)
+            key = model.key
             second = self._second(model, totals.get(key, Totals()), self._before.get(key, Totals()), seconds)
             self.now[key] = second
             if any(second) or key in self._rows:
@@ -135,7 +131,7 @@ class History(Observer):
 
     def _second(self, model: ModelSnapshot, now: Totals, before: Totals, seconds: float) -> Second:
         arrived, answered, failed, rejected, batches, rows, run_s = (a - b for a, b in zip(now, before, strict=True))
-        latencies_s = self._latencies_s.get((model.status.name, model.status.version), ())
+        latencies_s = self._latencies_s.get(model.key, ())
         p50_s, p99_s = np.percentile(latencies_s, (50, 99)).tolist() if latencies_s else (0.0, 0.0)
         requests, answers, failures, rejections = (
             max(0.0, count / seconds) for count in (arrived, answered, failed, rejected)

@@ -323,25 +323,25 @@ class PrometheusObserver(Observer):
 def _write_gauges(page: Page, now: ServerSnapshot) -> None:
     """Writes the snapshot. A model whose batches had one size only has no cost samples: a line needs two."""
     for family, value in _GAUGES:
-        page.write(family, ((_key(m), value(m)) for m in now.models))
-    page.write(_STATE, (((*_key(m), s), int(m.status.state == s)) for m in now.models for s in _STATES))
+        page.write(family, ((m.key, value(m)) for m in now.models))
+    page.write(_STATE, (((*m.key, s), int(m.status.state == s)) for m in now.models for s in _STATES))
     learned = [m for m in now.models if m.scheduler.get("ready") and m.scheduler.get("fitted")]
-    page.write(_COST_A, ((_key(m), _number(m.scheduler, "a_s")) for m in learned))
-    page.write(_COST_B, ((_key(m), _number(m.scheduler, "b_s")) for m in learned))
+    page.write(_COST_A, ((m.key, _number(m.scheduler, "a_s")) for m in learned))
+    page.write(_COST_B, ((m.key, _number(m.scheduler, "b_s")) for m in learned))
     holds = [(m, m.scheduler.get("holds_by_kind")) for m in now.models]  # a user's own policy may lack it
     page.write(
         _HOLDS,
-        (((*_key(m), str(k)), float(n)) for m, kinds in holds if isinstance(kinds, Mapping) for k, n in kinds.items()),
+        (((*m.key, str(k)), float(n)) for m, kinds in holds if isinstance(kinds, Mapping) for k, n in kinds.items()),
     )
-    page.write(_HELD, ((_key(m), _number(m.scheduler, "held_s")) for m in now.models))
-    page.write(_PADDED, ((_key(m), _number(m.scheduler, "padded_rows")) for m in now.models))
+    page.write(_HELD, ((m.key, _number(m.scheduler, "held_s")) for m in now.models))
+    page.write(_PADDED, ((m.key, _number(m.scheduler, "padded_rows")) for m in now.models))
     padding = [m for m in now.models if "sent_tokens" in m.scheduler]
     page.write(
-        _TOKENS, ((_key(m), sum(_number(m.scheduler, f"{k}_tokens") for k in ("sent", "padded"))) for m in padding)
+        _TOKENS, ((m.key, sum(_number(m.scheduler, f"{k}_tokens") for k in ("sent", "padded"))) for m in padding)
     )
-    page.write(_PADDED_TOKENS, ((_key(m), _number(m.scheduler, "padded_tokens")) for m in padding))
+    page.write(_PADDED_TOKENS, ((m.key, _number(m.scheduler, "padded_tokens")) for m in padding))
     resident = [(m, m.resident) for m in now.models if m.resident is not None]
-    page.write(_EVICTIONS, ((_key(m), _number(found, "evictions")) for m, found in resident))
+    page.write(_EVICTIONS, ((m.key, _number(found, "evictions")) for m, found in resident))
     page.write(_BUDGET, (((device,), budget) for device, budget, _ in now.devices))
     page.write(_RESIDENT, (((device,), used) for device, _, used in now.devices))
     page.write(_POOL_USED, [((), now.pool_used_bytes)])
@@ -352,10 +352,6 @@ def _write_gauges(page: Page, now: ServerSnapshot) -> None:
         answers = {**dict.fromkeys(_CLASSES, 0), **now.http.answers}
         page.write(_ANSWERS, (((_CLASSES.get(kind) or f"{kind}xx",), n) for kind, n in sorted(answers.items())))
     page.write(_BUILD, [((__version__, platform.python_version()), 1)])
-
-
-def _key(m: ModelSnapshot) -> tuple[str, str]:
-    return m.status.name, m.status.version
 
 
 def _number(statistics: Mapping[str, Any], name: str) -> float:

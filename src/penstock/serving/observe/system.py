@@ -89,5 +89,5 @@ class SystemMetrics:
                     process = self._processes.get(pid) or psutil.Process(pid)
                     found[pid] = process
                     if memory := resident_bytes(process):
-                        yield (m.status.name, m.status.version, str(slot)), memory, cpu_s(process)
+                        yield (*m.key, str(slot)), memory, cpu_s(process)
         self._processes = found

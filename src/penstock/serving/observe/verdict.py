@@ -40,7 +40,7 @@ def verdict(models: Sequence[ModelSnapshot], last: Mapping[Key, Sequence[Second]
             _, model, (level, word, text) = max(found, key=lambda each: each[0])
             status = model.status
             return Verdict(level, word, text, status.name, status.version)
-    busy = sum(any(second.requests for second in last.get(_key(m), ())) for m in models)
+    busy = sum(any(second.requests for second in last.get(m.key, ())) for m in models)
     doing = "no requests" if not busy else f"requests for {busy}" if busy < len(models) else "requests"
     text = f"All {len(models)} models answer within their limits; {doing} in the last seconds."
     return Verdict("ok", "healthy", text)
@@ -49,12 +49,8 @@ def verdict(models: Sequence[ModelSnapshot], last: Mapping[Key, Sequence[Second]
 _Judged = list[tuple[float, tuple[str, str, str]]]  # (seriousness, (level, word, text)), or nothing
 
 
-def _key(model: ModelSnapshot) -> Key:
-    return model.status.name, model.status.version
-
-
 def _looked(model: ModelSnapshot, last: Mapping[Key, Sequence[Second]]) -> Second:
-    seconds = last.get(_key(model), ())[-LOOKED_S:]
+    seconds = last.get(model.key, ())[-LOOKED_S:]
     return merged(seconds) if seconds else Second()
 
 

@@ -48,7 +48,7 @@ class TritonMetrics:
         self._statistics = statistics
 
     def write_models(self, page: Page, models: Iterable[ModelSnapshot]) -> None:
-        queued = {(m.status.name, m.status.version): m.status.queue for m in models}
+        queued = {m.key: m.status.queue for m in models}
         found = {key: self._statistics.of(*key) for key in queued}
         for name, text, attribute in _COUNTERS:
             read = ((key, attrgetter(attribute)(each)) for key, each in found.items())
