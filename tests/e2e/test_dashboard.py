@@ -104,7 +104,7 @@ def test_the_verdict_names_the_model_and_the_cause(
     server: Any, load: Callable[..., None], model: str, word: str
 ) -> None:
     load(model, 8)
-    for view in events(server.urls["metrics"], 30):
+    for view in events(server.urls["metrics"], 60):
         if view["verdict"]["word"] == word and view["verdict"]["model"] == model:
             return
     raise AssertionError(view["verdict"])
