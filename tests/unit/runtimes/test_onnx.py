@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.config.schema import BatchingConfig, InputConfig, ModelConfig
 from penstock.core.worker.tensor_model import ANY_ROWS, Input
 from penstock.errors import ConfigError, LoadFailed
 from penstock.runtimes import files, onnx_device
@@ -430,3 +430,28 @@ def test_the_profile_of_an_engine_spans_the_sizes_of_batches(
     (options,) = tensorrt
     assert tuple(options[f"trt_profile_{name}_shapes"] for name in ("min", "opt", "max")) == profile
     assert program.rows == rows
+
+
+def test_texts_of_a_graph_are_padded(tmp_path):
+    inputs = [(name, KINDS.FLOAT, ["rows", "length"]) for name in ("x", "mask")]
+    outputs = [("masked", KINDS.FLOAT, ["rows", "length"]), ("sums", KINDS.FLOAT, ["rows"])]
+    nodes = [("Mul", ["x", "mask"], ["masked"]), ("ReduceSum", ["masked", "one"], ["sums"])]
+    h = onnx.helper
+    made = h.make_graph(
+        [*(h.make_node(op, i, o) for op, i, o in nodes[:1]), h.make_node("ReduceSum", *nodes[1][1:], keepdims=0)],
+        "g",
+        [h.make_tensor_value_info(*i) for i in inputs],
+        [h.make_tensor_value_info(*o) for o in outputs],
+        [onnx.numpy_helper.from_array(np.array([1]), "one")],
+    )
+    onnx.save(h.make_model(made, opset_imports=[h.make_opsetid("", 17)], ir_version=8), tmp_path / "texts.onnx")
+    tables = {name: InputConfig(datatype="FP32", shape=(-1, -1), pad=pad) for name, pad in (("x", -1.0), ("mask", 0.0))}
+    config = ModelConfig(target=str(tmp_path / "texts.onnx"), inputs=tables)
+    made = file_model(config.target, config, 1)
+    made.load("cpu")
+    items = [{"x": [float(n)] * n, "mask": [1.0] * n} for n in (1, 3)]
+    found = made.predict([made.preprocess(item) for item in items])
+    assert [(each["masked"].tolist(), each["sums"].tolist()) for each in found] == [([1], 1), ([3, 3, 3], 9)]
+    config = ModelConfig(target=config.target, inputs={"x": "FP32[-1,-1]"})
+    with pytest.raises(ConfigError, match="leave the key out, except for images with a layout and for texts with pad"):
+        file_model(config.target, config, 1).load("cpu")

@@ -16,8 +16,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from heapq import merge
 from math import ceil
+from operator import attrgetter
 from typing import Any, Final
 
 from penstock.core.batching.cost import Cost
@@ -148,8 +148,9 @@ def _saving(other: Bucket, room: int, rows: int, length: int, cost: Cost, most: 
 
 def _union(parts: list[Bucket], most: int) -> Bucket:
     """One bucket with the first entries of each, in the order of service: enough for two batches."""
-    found = Bucket("", length=parts[-1].length, parts=tuple(part.name for part in parts))
-    firsts = (zip(part.keys[: 2 * most], part.entries[: 2 * most], strict=True) for part in parts)
-    for _, entry in merge(*firsts, key=lambda pair: (pair[0], pair[1].seq)):
-        found.push(entry)
+    found = Bucket("", length=parts[-1].length, parts=tuple([part.name for part in parts]))
+    found.fill(sorted([e for part in parts for e in part.entries[: 2 * most]], key=_ORDER))
     return found
+
+
+_ORDER: Final = attrgetter("vdeadline_s", "seq")

@@ -65,6 +65,12 @@ class Bucket:
         self._count(entry, 1)
         return i == 0
 
+    def fill(self, entries: list[Entry]) -> None:
+        """Makes these entries, which are in order, the content of an empty bucket."""
+        self.entries, self.keys = entries, [e.vdeadline_s for e in entries]
+        for entry in entries:
+            self._count(entry, 1)
+
     def remove(self, entry: Entry) -> None:
         i = self.entries.index(entry, bisect_left(self.keys, entry.vdeadline_s))
         del self.keys[i], self.entries[i]

@@ -472,9 +472,9 @@ class Scheduler:
         if len(buckets) == 1:
             return next(iter(buckets.values()))
         bucket = queue.head()
-        if self._lengths is None or bucket is None:
+        if (lengths := self._lengths) is None or bucket is None:
             return bucket
-        return mixed(bucket, buckets.values(), self._cost, queue.most)
+        return mixed(bucket, buckets.values(), self._cost, lambda length: lengths.most(length, queue.max_rows))
 
     def _place_sequence(self, now: float) -> bool:
         """`_place` for a model with sequences: each bucket has a slot of its own."""
@@ -529,8 +529,15 @@ class Scheduler:
         lasts. It spares the slot the learned lead, once. So nothing is sent ahead behind a long run, beside which the
         lead is small, nor before both are known: what has not started is then always still in the queue.
         """
+        if not self._cost.ready or (near := self._slots.nearest(now, True)) is None:
+            return False
+        if self._lengths is not None and not self._brief(near, now):
+            early_s = near.end_s - EARLY_LEADS * self._slots.lead_s
+            if now < early_s:  # too early for any batch: none need be made of several lengths
+                self._wake_s = early_s
+                return False
         bucket = self._next()
-        if bucket is None or not self._cost.ready:
+        if bucket is None:
             return False
         view, lead_s, full = self._view, self._slots.lead_s, self._queue.most(bucket.length)
         near = self._slots.nearest(now, bucket.rows >= full)

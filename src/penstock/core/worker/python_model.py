@@ -397,13 +397,18 @@ def array_model(model: Any, predict: Any, tensors: Mapping[str, Tensors], device
         if key is not None:
             raise ConfigError(f"{key}: {type(model).__name__} declares its own {key}; leave the key out")
         return None
-    inputs = _declared(model, "inputs", tensors)
+    declared = inputs = _declared(model, "inputs", tensors)
     if getattr(model, "collate", None) is not None:
         inputs = ()  # it receives what `collate` returns
     table = isinstance(tensors.get("inputs") or getattr(model, "inputs", None), Mapping)
     if not inputs or not takes_arrays(predict, [spec.name for spec in inputs], table):
         if of_torch(model):
             raise LoadFailed('arrays = "torch" needs declared inputs, and a predict with a parameter for each of them')
+        if (padded := next((spec.name for spec in declared if spec.pad is not None), None)) is not None:
+            raise LoadFailed(
+                f"inputs.{padded}.pad: found for a model that receives items; set bucket = 'length' instead, and call"
+                " penstock.pad in predict"
+            )
         return None
     from penstock.core.worker.array_model import ArrayModel  # other models may not need NumPy
 

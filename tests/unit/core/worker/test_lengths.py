@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from penstock.core.worker.python_model import PythonModel
 from penstock.core.worker.spec import WorkerSpec
 from penstock.core.worker.tensor_model import ANY_ROWS, Input, ProgramSettings, TensorModel
 from penstock.errors import BadOutput, BadRequest, ConfigError, LoadFailed
-from penstock.types import TensorSpec
+from penstock.types import BatchPart, Item, TensorSpec
 
 IDS = Input("ids", "INT64", (-1, -1))
 MASK = Input("mask", "BOOL", (-1, -1))
@@ -203,3 +203,54 @@ def test_max_tokens_need_lengths() -> None:
     for wrong in (0, -4):
         with pytest.raises(ConfigError, match=r">= 1 - at `\$.max_tokens`"):
             penstock.model(max_tokens=wrong)
+
+
+def test_items_are_padded_by_their_model() -> None:
+    class Items:
+        inputs = (TensorSpec("ids", "INT64", (-1, -1), pad=0),)
+
+        def predict(self, items: list[Any]) -> list[Any]:
+            return items
+
+    with pytest.raises(LoadFailed, match=r"inputs.ids.pad: found for a model that receives items; set bucket"):
+        PythonModel(Items()).load("cpu")
+
+
+def test_out_of_memory_is_learned_in_tokens() -> None:
+    @penstock.model(bucket="length")
+    def predict(items: list[Any]) -> list[Any]:
+        if penstock.pad(items).size > 20:
+            raise MemoryError
+        return list(map(len, items))
+
+    runner, _ = open_model(WorkerSpec("m", "1", ModelConfig(target="m:m"), predict), "cpu")
+    parts: list[BatchPart] = []
+    runner.run(0, runner.decode([Item([0] * n, length=n) for n in (10, 10, 4, 4)]), parts.append)
+    assert [result.body for result in parts[-1].results if result] == [10, 10, 4, 4]
+    assert parts[-1].oom == (40, 20)
+
+
+def test_a_batch_on_a_device_is_padded_in_its_own_memory() -> None:
+    class Staged(Echo):
+        memory: ClassVar[list[Any]] = []
+
+        def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+            self.memory.append(np.empty(shape, dtype))
+            return self.memory[-1]
+
+        def stage(self, arrays: dict[str, Any], rows: int) -> Any:
+            assert all(any(array is mine for mine in self.memory) for array in arrays.values())
+            return arrays
+
+        def launch(self, staged: Any) -> Any:
+            return staged
+
+        def fetch(self, launched: Any) -> tuple[dict[str, Any], float]:
+            return self.run(launched), 0.5
+
+    made = model(program := Staged())
+    phases = made.__penstock_phases__
+    requests = [made.preprocess(request([1, 2, 3])), made.preprocess(request([4]))]
+    found, seconds = phases.fetch(phases.launch(phases.stage(requests)))
+    assert [each["same"].tolist() for each in found] == [[[1, 2, 3]], [[4]]]
+    assert (program.calls[0]["ids"].tolist(), seconds) == ([[1, 2, 3], [4, 7, 7]], 0.5)
