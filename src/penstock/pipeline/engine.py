@@ -138,7 +138,10 @@ class NodeEngine:
             assert isinstance(call, Call), "a node is no resident model"
             return call
         self.row_bytes += (nbytes - self.row_bytes) * (0.1 if self.row_bytes else 1.0)
-        return self.batcher.submit(item, sink, bucket, nbytes)
+        call = self.batcher.submit(item, sink, bucket, nbytes)
+        if self.driver is not None and item.budget_s is not None:  # a turn that is due may be due later
+            self.driver.soon()
+        return call
 
     def wake(self) -> None:
         """Lets the node form batches again, because there may be room after it."""

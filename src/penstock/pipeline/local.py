@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from penstock.core.arrays import nbytes_of
 from penstock.core.contracts import Ticket
+from penstock.core.engine.direct import StageDriver
 from penstock.core.engine.drivers import LaterCall, LaterCalls
-from penstock.core.engine.inbox import Inbox
 from penstock.core.portal.portal import Portal
 from penstock.core.portal.waiters import Future
 from penstock.core.transports.slot import within
@@ -300,13 +300,14 @@ class PipelineBackend:
         with self.calls.guard:
             self.pump()
 
-    def _route(self, entry: Inbox | None) -> None:
+    def _route(self, entry: StageDriver | None) -> None:
         """Lets items reach the entry's threads without the loop; None: no more."""
         inbox = self.calls.inbox
         assert inbox is not None, "a portal has an inbox"
         with inbox.guard:
             old = inbox.routes.pop(ENTRY, None)
             if entry is not None:
+                entry.callers = True
                 inbox.routes[ENTRY] = entry
             elif old is not None:
                 old.woken()  # nobody else tells it any more that the answered threads have run

@@ -122,6 +122,24 @@ def test_a_callback_is_called_once_on_a_thread_of_the_pipeline(make: Make) -> No
     assert isinstance(heard[1][0], BadRequest)
 
 
+async def test_an_item_expires_in_time_behind_others_in_a_busy_node(
+    make: Make, doors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.core.engine.direct.LATE_S", 60.0)  # when the loop sees to what waits in any case
+    pipeline = make({"a": (A, "door"), "door": gate("g")})
+    first = pipeline.submit({"data": "1"})
+    await doors.until("g", 1)
+    second = pipeline.submit({"data": "2"})
+    queued: Any = 0
+    while not queued:
+        await asyncio.sleep(0.001)
+        queued = pipeline.statistics()["nodes"]["door"]["queued"]  # type: ignore[index]
+    late = pipeline.submit({"data": "late"}, budget_s=0.05)
+    assert isinstance(late.result(20.0).error, DeadlineExceeded)
+    doors.open_all()
+    assert [future.result(20.0).fields["result"] for future in (first, second)] == ["1a", "2a"]
+
+
 def test_a_blocking_call_is_rejected_in_a_callback(make: Make) -> None:
     pipeline = make()
     heard: list[Any] = []

@@ -191,8 +191,11 @@ class DirectDriver(Inbox):
 
     def _look_early(self) -> None:
         """Sees to a turn when a full batch can be sent ahead, so that it can begin as soon as the run ends."""
-        early = max(self._scheduler.ahead_at(), self._scheduler.next_end()[0] - EARLY_S)
-        if early > time.monotonic() + BRIEF_S:  # else the thread is back before another one is awake
+        end_s, later = self._scheduler.next_end()[0], time.monotonic() + BRIEF_S
+        if end_s <= later:  # the thread is back before another one is awake
+            return
+        early = max(self._scheduler.ahead_at(), end_s - EARLY_S)
+        if early > later:
             self._wake_at = min(self._wake_at, early)
 
     def _ensure(self) -> None:
@@ -257,8 +260,16 @@ class DirectDriver(Inbox):
 class StageDriver(DirectDriver):
     """The turns of one stage of several, whose requests come from threads of other stages, too."""
 
+    callers = False  # whether callers put requests into it
+
     def crowded(self) -> bool:
         return False
+
+    def turned(self, wake_at: float | None) -> None:
+        if self.callers:
+            super().turned(wake_at)
+        else:
+            self._wake_at = INF if wake_at is None else wake_at
 
     def soon(self) -> None:
         """Leaves the turn to a thread that sleeps, or else to the first one that has run, unless a deadline is near."""
