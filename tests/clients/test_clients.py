@@ -211,6 +211,7 @@ http {{
     access_log off;
     client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/fastcgi;
     uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+    {upstream}
     upstream kept {{ server {address}; keepalive 4; }}
     server {{
         listen 127.0.0.1:{port};
@@ -220,6 +221,7 @@ http {{
             proxy_pass http://{address}/; proxy_http_version 1.1;
             proxy_set_header Upgrade $http_upgrade; proxy_set_header Connection "upgrade";
         }}
+        {location}
         location /socket/ {{ proxy_pass http://unix:{folder}/penstock.sock:/; }}
         location /unbuffered/ {{
             proxy_pass http://kept/; proxy_http_version 1.1; proxy_set_header Connection "";
@@ -230,7 +232,17 @@ http {{
 """
 
 
-PLACES = ["", "/kept", "/upgrades", "/unbuffered", "/socket"]
+PLACES = ["", "/kept", "/upgrades", "/unbuffered", "/socket", "/ml"]
+
+
+def documented(address: str) -> dict[str, str]:
+    """The two blocks that the page on proxies shows for nginx."""
+    page = (HERE.parents[1] / "docs" / "proxy.md").read_text()
+    upstream = re.search(r"(?s)upstream penstock \{.*?\n\}", page)
+    location = re.search(r"(?s)    location /ml/ \{.*?\n    \}", page)
+    assert upstream is not None
+    assert location is not None
+    return {"upstream": upstream[0].replace("127.0.0.1:8080", address), "location": location[0]}
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +256,7 @@ def nginx(server: Any, socket_server: Any, folder: Path) -> Iterator[str]:
         config = folder / "nginx.conf"
         user = "user root;" if os.geteuid() == 0 else ""
         address = server.url.removeprefix("http://")
-        config.write_text(PROXY.format(folder=folder, address=address, port=port, user=user))
+        config.write_text(PROXY.format(folder=folder, address=address, port=port, user=user, **documented(address)))
         process = subprocess.Popen([command, "-p", folder, "-c", config], stderr=subprocess.DEVNULL)
         try:
             url = f"http://127.0.0.1:{port}"

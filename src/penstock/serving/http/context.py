@@ -387,8 +387,10 @@ class ResponseWriter:
             self.transport.abort()
 
     def check_writing(self, now: float) -> None:
-        """Drops a client that reads no byte of its response within the write timeout."""
+        """Drops a client that reads no byte of its response within the write timeout, and keeps a stream alive."""
         if self.write_at == INF:
+            if self.inflight:
+                self.inflight[0].keep_alive(self, self.listener.clock.sweep_s)
             return
         taken = self.written - self.transport.get_write_buffer_size()
         if taken > self.taken:

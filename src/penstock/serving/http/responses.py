@@ -47,6 +47,7 @@ MAX_CAUSE: Final = 500  # characters
 SSE: Final = "text/event-stream"
 JOINED_BYTES: Final = 16 * 1024  # below it head and body are joined and leave in one write
 UNBUFFERED: Final = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))  # nginx holds streams back otherwise
+HEARTBEAT_S = 15.0  # of silence between events: proxies drop a connection after 60 s, some after 30
 NO_BODY: Final = frozenset({204, 304})
 _TEXT: Final = re.compile("^(text/|$)|json|xml|javascript")
 
@@ -288,6 +289,7 @@ class ResponseFraming(RequestOptions):
     broken = False  # the stream ended early: the client must see that it is incomplete
     done = False
     kept = 0  # bytes in `out`
+    silent_s = 0.0  # since the last part of a stream, as far as the sweeps of the clock know
     out: list[Any] | None = None  # held back until the earlier requests of the connection are answered
     writer: Any  # until the response is final
 
@@ -411,7 +413,14 @@ class ResponseFraming(RequestOptions):
         if result.final:
             self._finish_stream(writer)
 
+    def keep_alive(self, writer: ResponseOutput, more_s: float) -> None:
+        """Sends a comment in a stream of events that has been silent; `more_s` have passed since the last call."""
+        self.silent_s += more_s
+        if self.silent_s >= HEARTBEAT_S and self.sse and self.started:
+            self._chunk(writer, b": \n\n")
+
     def _chunk(self, writer: ResponseOutput, data: bytes) -> None:
+        self.silent_s = 0.0
         if data and not self.head_only:
             self._emit(writer, data if self.old else b"%x\r\n%b\r\n" % (len(data), data))
             writer.check_unsent()

@@ -484,6 +484,45 @@ async def test_a_stream_of_json_is_lines(asking):
         assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == ("no-cache", "no")
 
 
+async def test_silent_events_are_kept_alive_by_comments(asking):
+    calls = []
+    arrived = asyncio.Event()
+
+    def take(call):
+        calls.append(call)
+        arrived.set()
+
+    async with asking(FakeBackend({"m": take})) as (listener, client):
+        state = listener.server.listener
+
+        def sweep(seconds):
+            for _ in range(round(seconds / state.clock.sweep_s)):
+                for connection in state.connections:
+                    connection.check_writing(state.now())
+
+        async def ask(*lines):
+            arrived.clear()
+            client.post("/predictions/m", b"", *lines)
+            await asyncio.wait_for(arrived.wait(), 10)
+            sweep(20)  # before the head, which has the status, nothing can be sent
+            return calls[-1]
+
+        call = await ask("Accept: text/event-stream")
+        call.reply(b"a", "text/plain", final=False)
+        await client.head()
+        sweep(14)
+        call.reply(b"b", "text/plain", final=False)
+        sweep(31)
+        call.reply(b"c", "text/plain")
+        parts = [chunk async for chunk in client.chunks()]
+        assert parts == [b"data: a\n\n", b"data: b\n\n", b": \n\n", b": \n\n", b"data: c\n\n"]
+        call = await ask()
+        call.reply(b"1", "application/json", final=False)
+        sweep(31)
+        call.reply(b"2", "application/json")
+        assert (await client.answer()).body == b"1\n2\n"  # lines have no comments
+
+
 async def test_server_sent_events_are_sent_on_request(asking):
     models = {"m": stream(b"a\nb\r\nc", b"d"), "bad": stream(b"a", error=ItemFailed("oh")), "one": Call.reply}
     async with asking(FakeBackend(models)) as (_, client):
