@@ -87,6 +87,8 @@ TOLD = {
     "a_s": 0.005,
     "b_s": 0.0002,
     "held_s": 1.5,
+    "sent_tokens": 1000,
+    "padded_tokens": 50,
     "holds_by_kind": {"stagger": 2, "regroup": 3},
 }
 
