@@ -22,7 +22,7 @@ from penstock.core.contracts import BatchRecord, Observer, Transport
 from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.calls import Call
 from penstock.core.engine.direct import DirectTransport, StageDriver
-from penstock.core.engine.drivers import LaterCalls
+from penstock.core.engine.drivers import LaterCalls, LoopDriver
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.transports.local import ThreadTransport
 from penstock.core.transports.process import LendingTransport
@@ -87,14 +87,15 @@ class NodeEngine:
         spec = WorkerSpec(node.name, "1", _config(node), Wrapped(node, WRAPPER, options), instances=node.instances)
         self.calls = calls
         transport: Transport
-        self.driver: StageDriver | None = None
+        self.driver: StageDriver | LoopDriver | None = None
         if node.processes:
+            self.driver = LoopDriver(calls.loop, stage=True)
             transport = LendingTransport(spec, node.instances, devices, pool, REPLY_BYTES)
         elif self.calls.inbox is None:
             transport = ThreadTransport(spec, node.instances, devices)
         else:
-            self.driver = StageDriver(node.name, self.calls.inbox, self.calls.loop)
-            transport = DirectTransport(spec, node.instances, devices, self.driver)
+            self.driver = driver = StageDriver(node.name, self.calls.inbox, self.calls.loop)
+            transport = DirectTransport(spec, node.instances, devices, driver)
         self.meter = NodeMeter(self)
         listening = [self.meter, *observers]
         self.handle = ModelHandle(spec, transport, devices, UNLIMITED, listening, self._policy, self.driver)
@@ -139,7 +140,7 @@ class NodeEngine:
             return call
         self.row_bytes += (nbytes - self.row_bytes) * (0.1 if self.row_bytes else 1.0)
         call = self.batcher.submit(item, sink, bucket, nbytes)
-        if self.driver is not None and item.budget_s is not None:  # a turn that is due may be due later
+        if item.budget_s is not None and isinstance(self.driver, StageDriver):  # a turn that is due may be due later
             self.driver.soon()
         return call
 

@@ -157,7 +157,8 @@ class PipelineRunner:
         starts = self._routes[self.graph.entry].starts
         node = self._nodes[starts[0]]
         whole = len(starts) == 1 and node.condition is None and node.filter is None
-        return node.engine.driver if whole else None
+        driver = node.engine.driver
+        return driver if whole and isinstance(driver, StageDriver) else None
 
     def _route(self, start: Any) -> ItemRoute:
         if not isinstance(start, str) or start not in self.graph.nodes:

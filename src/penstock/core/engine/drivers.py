@@ -101,15 +101,17 @@ class LaterCall:
 
 
 class LoopDriver:
-    """Turns in the passes of an event loop, with a timer."""
+    """Turns in the passes of an event loop, with a timer. `stage`: its requests come from other stages, and it does not
+    say how many requests may wait in the inbox of the loop."""
 
     ahead = True
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, stage: bool = False) -> None:
         self._loop = loop
-        self._inbox = inbox_of(loop)
+        inbox = inbox_of(loop)
+        self._inbox = None if stage else inbox
         self.from_threads = self._inbox is not None
-        self.guard = os_threads.new_rlock() if self._inbox is None else self._inbox.guard
+        self.guard = os_threads.new_rlock() if inbox is None else inbox.guard
 
     def begin(self, turn: Turn, scheduler: Scheduler, strict: bool) -> None:
         self._turn = turn

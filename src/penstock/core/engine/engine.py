@@ -215,9 +215,10 @@ class Engine:
         handle = None if name in self._registry.splits else self._registry.handles.get((name, None))
         with inbox.guard:
             old = inbox.routes.pop(name, None)
-            if handle is not None and handle.driver is not None and handle.state == "READY" and not self.draining:
-                inbox.routes[name] = handle.driver
-                handle.driver.submit_row = handle.submit if handle.sequences is None else None
+            driver = None if handle is None or handle.state != "READY" or self.draining else handle.driver
+            if handle is not None and isinstance(driver, DirectDriver):
+                inbox.routes[name] = driver
+                driver.submit_row = handle.submit if handle.sequences is None else None
             if old is not None and old is not inbox.routes.get(name):
                 old.submit_row = None
                 old.woken()  # nobody else tells it any more that the answered threads have run

@@ -23,6 +23,7 @@ from penstock.core.engine.autoscaling import LoadScaler
 from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.calls import Call, notify, overriding, reason_of
 from penstock.core.engine.direct import DirectDriver
+from penstock.core.engine.drivers import LoopDriver
 from penstock.core.engine.instances import Instances
 from penstock.core.engine.rules import (
     bucket_rule,
@@ -51,8 +52,8 @@ _COUPLED = (
 class ModelHandle:
     """Owns the instances, scheduler and batcher of one model version, and its state.
 
-    `policy` makes a batching policy that overrides the configured one; `driver` is the batcher's, if the model runs
-    without the loop. It has more than 15 attributes: the parts that it owns, and what every request reads of them,
+    `policy` makes a batching policy that overrides the configured one; `driver` is the batcher's, if it is not that of
+    the loop. It has more than 15 attributes: the parts that it owns, and what every request reads of them,
     looked up once.
     """
 
@@ -64,7 +65,7 @@ class ModelHandle:
         max_queue_bytes: int,
         observers: Sequence[Observer],
         policy: Callable[[], BatchPolicy] | None = None,
-        driver: DirectDriver | None = None,
+        driver: DirectDriver | LoopDriver | None = None,
     ) -> None:
         self.spec, self.name, self.version = spec, spec.name, spec.version
         self.config = spec.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,7 +16,8 @@ from penstock.core import os_threads
 from penstock.core.batching.entry import INF
 from penstock.core.engine import direct
 from penstock.core.engine import inbox as inbox_module
-from penstock.core.engine.direct import DirectDriver, DirectThread
+from penstock.core.engine.direct import DirectDriver, DirectThread, StageDriver
+from penstock.core.engine.drivers import LoopDriver
 from penstock.core.engine.inbox import RequestInbox
 from penstock.errors import ModelNotReady, QueueFull
 from penstock.types import Item, ItemResult
@@ -183,3 +185,63 @@ def test_every_request_for_a_model_in_threads_is_seen(monkeypatch: pytest.Monkey
         return [loop.work, model, lambda: driver.put("m", Item(1), Caller())]
 
     explore([direct, inbox_module], make)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["runs", "ends"])
+def test_what_one_stage_passes_on_is_seen_by_the_next(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """By its thread while it sleeps or has run, by the loop if it runs for ever."""
+    monkeypatch.setattr(direct, "Timer", Alarm)
+
+    def make(run: Run) -> list[Callable[[], object]]:
+        monkeypatch.setattr(os_threads, "new_lock", lambda: Lock(run))
+        monkeypatch.setattr(os_threads, "new_rlock", lambda: RLock(run))
+        came = seen = 0
+        loop: Any = Loop(run, lambda: seen == 2)
+        inbox = RequestInbox(loop)
+        inbox.backend = Backend(refuses=True)
+        driver = StageDriver("m", inbox, loop)
+        slot: Any = SimpleNamespace(number=0)
+        thread = DirectThread(slot, driver)
+
+        def turn() -> None:
+            nonlocal seen
+            if seen < came:
+                seen = came
+                thread.put((0, [], []))
+            driver.turned(None if seen else 1e9)
+
+        def model() -> None:
+            with driver.thread():
+                driver.next(thread)
+                run.wait(lambda: LATE if ends else seen == 2)
+                while seen < 2:
+                    driver.next(thread)
+
+        def pass_on() -> None:
+            nonlocal came
+            with inbox.guard:
+                came += 1
+                driver.soon()
+
+        idle = {"inert_arrivals": 0, "room": 4, "max_batch_size": 4, "running": 0, "urgent": False}
+        scheduler: Any = SimpleNamespace(**idle, ahead_at=lambda: INF, next_end=lambda: (INF, 0))
+        driver.begin(turn, scheduler, False)
+        pass_on()
+        return [loop.work, model, pass_on]
+
+    explore([direct, inbox_module], make)
+
+
+async def test_a_stage_on_the_loop_does_not_say_how_many_requests_may_wait() -> None:
+    inbox = RequestInbox(asyncio.get_running_loop())
+    allowed: list[object] = []
+    inbox.allow = lambda *said: allowed.append(said)  # type: ignore[method-assign]
+    scheduler: Any = SimpleNamespace(inert_arrivals=8, room=8, running=1)
+    for stage in (True, False):
+        driver = LoopDriver(asyncio.get_running_loop(), stage=stage)
+        driver.begin(lambda: None, scheduler, False)
+        driver.turned(None)
+        driver.rest()
+        driver.close()
+        assert bool(allowed) is not stage
+        assert driver.guard is inbox.guard
