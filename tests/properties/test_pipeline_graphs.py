@@ -1,4 +1,7 @@
-"""Any graph of fan-outs, conditions, joins, aliases and failures gives each item what a pure evaluator gives it."""
+"""Any graph of fan-outs, conditions, joins, aliases and failures gives each item what a pure evaluator gives it.
+
+The nodes are threads, and in a part of the graphs some of them are processes.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import ItemOp
 from penstock.pipeline.runner import PipelineRunner
 from penstock.pipeline.traversal import ItemOutcome, Traversal
+from support.forked import forking
 
-GRAPHS = 8000 if os.environ.get("CHAOS") == "full" else 600
+GRAPHS = 8000 if os.environ.get("CHAOS") == "full" else 2000
+IN_PROCESSES = 20  # one graph of so many
 NAMES = "abcdefg"
 ITEMS = 6
 PARTS = 4
@@ -289,6 +294,11 @@ def _upstream(nodes: dict[str, Node], before: list[str]) -> list[str]:
 @st.composite
 def graphs(draw: st.DrawFn) -> Graph:
     nodes = draw(levels(NAMES[: draw(st.integers(1, len(NAMES)))], "", []))
+    if draw(st.integers(1, IN_PROCESSES)) == IN_PROCESSES:
+        owners = sorted({node.alias_of or name for name, node in nodes.items()})
+        chosen = draw(st.sets(_one_of(*owners), min_size=1, max_size=4))
+        for name, node in nodes.items():
+            nodes[name] = replace(node, processes=node.instances if (node.alias_of or name) in chosen else 0)
     return Graph("any", nodes, NAMES[0])
 
 
@@ -300,6 +310,12 @@ ITEM = st.fixed_dictionaries(
         "at": st.one_of(st.just(""), st.text("012", max_size=2)),
     }
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked() -> Iterator[None]:
+    with forking(["penstock.pipeline.node", __name__]):
+        yield
 
 
 async def run(graph: Graph, items: list[Fields], direct: bool) -> list[list[ItemOutcome]]:
