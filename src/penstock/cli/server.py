@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
@@ -25,7 +24,7 @@ from penstock.core.contracts import HttpSnapshot, ServerSnapshot
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.management import Management
 from penstock.core.engine.rules import check_devices
-from penstock.errors import ConfigError, PenstockError, install_hint
+from penstock.errors import ConfigError, install_hint
 from penstock.platforms import platform_routes
 from penstock.serving.http.admin import management_routes, metrics_routes
 from penstock.serving.http.auth import OriginPolicy, make_ssl_context, replace_ssl_context
@@ -140,14 +139,8 @@ class Server:
             self._note("inference", *await http.start(s.host, s.port))
             await self._bind_thrift(engine)
             await self._bind_grpc(engine, triton)
-            loads = asyncio.ensure_future(self._load_models(engine))
-            try:
-                await self._bind_admin(engine, management)
-                await self._stop.unless(loads)
-            finally:
-                loads.cancel()
-                with contextlib.suppress(asyncio.CancelledError, PenstockError):
-                    await loads
+            await self._bind_admin(engine, management)
+            await self._stop.unless(self._load_models(engine))
             if not self._stop.is_set:
                 management.started = True
                 self._management = management

@@ -104,13 +104,17 @@ class StopSignal:
     async def wait(self) -> None:
         await self._event.wait()
 
-    async def unless(self, work: asyncio.Future[Any]) -> None:
-        """Waits for the work or the signal, whichever is first. Raises the error of the work."""
-        stop = asyncio.ensure_future(self._event.wait())
-        await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if work.done():
-            work.result()
+    async def unless(self, work: Coroutine[Any, Any, object]) -> None:
+        """Runs the work until it ends or the signal, which cancels it. Raises the error of the work."""
+        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._event.wait())
+        try:
+            await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        finally:
+            for each in (task, stop):
+                each.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
 
 
 def lame_duck_s(hosts: Iterable[str]) -> float:

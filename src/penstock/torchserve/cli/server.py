@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import logging.handlers
 import os
@@ -116,13 +115,7 @@ class TorchServe:
             if components.tokens is not None:
                 components.tokens.publish()
                 log.info("tokens=%s: every request needs one; see there", components.tokens.file)
-            loads = asyncio.ensure_future(load_startup(components))
-            try:
-                await self._stop.unless(loads)
-            finally:
-                loads.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await loads
+            await self._stop.unless(load_startup(components))
             if not self._stop.is_set:
                 self._administrator = components.administrator
                 freeze_heap()
