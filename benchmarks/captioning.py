@@ -226,23 +226,9 @@ TABLES: dict[str, Callable[[Bench], None]] = {
 }
 
 
-def arguments() -> argparse.Namespace:
-    """The arguments of every benchmark, plus `only`, `quick`, `gpu`, `dry`."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--only", default=",".join(TABLES))
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--dry", action="store_true")
-    ours, sys.argv[1:] = parser.parse_known_args()
-    options = harness.options(__doc__, seconds=None, peers=(PUBLISHED,))
-    options.only, options.quick, options.gpu, options.dry = ours.only.split(","), ours.quick, ours.gpu, ours.dry
-    if unknown := set(options.only) - set(TABLES):
-        raise SystemExit(f"no such table: {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}")
-    return options
-
-
 def main() -> None:
-    options = arguments()
+    further = dict.fromkeys(("quick", "gpu", "dry"), harness.FLAG)
+    options = harness.options(__doc__, seconds=None, peers=(PUBLISHED,), tables=TABLES, **further)
     method = f"Medians of {options.rounds} interleaved rounds (2 where nothing is compared), (least..most) behind."
     libraries = ("av", "torch", "transformers")
     report = harness.Report(__file__, __doc__, options, COLUMNS, libraries, method, "gpu" if options.gpu else "")

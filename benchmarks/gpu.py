@@ -20,7 +20,6 @@ import io
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -380,17 +379,10 @@ def _submit(submit: Callable[[Any], Any], rows: list[Any], index: int) -> Any:
 
 def arguments() -> argparse.Namespace:
     """The arguments of every benchmark, plus `device`, `dry`, `only` and `loadgen`."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--only", default=",".join(TABLES))
-    parser.add_argument("--loadgen", action="store_true")
-    ours, sys.argv[1:] = parser.parse_known_args()
-    options = harness.options(__doc__, seconds=1)
-    options.device, options.dry, options.loadgen = "cpu" if ours.dry else ours.device, ours.dry, ours.loadgen
-    options.only = [table for table in ours.only.split(",") if table]
-    if unknown := set(options.only) - set(TABLES):
-        raise SystemExit(f"no such table: {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}")
+    further = {"device": {"default": "cuda:0"}, "dry": harness.FLAG, "loadgen": harness.FLAG}
+    options = harness.options(__doc__, seconds=1, tables=TABLES, **further)
+    if options.dry:
+        options.device = "cpu"
     return options
 
 

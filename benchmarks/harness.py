@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 from closed_loop import Sample, percentiles, timed, wrk
-from report import Report, Runs, options
+from report import FLAG, Report, Runs, options
 from servers import HERE, Server, Workload, free_ports, python_of, same, serving, tuned
 
 from penstock.client.endpoint import Endpoint, parse_url
@@ -17,6 +17,7 @@ from penstock.perf.bench.load import open_loop as run_open_loop
 from penstock.perf.bench.workload import Arrival, times
 
 __all__ = [
+    "FLAG",
     "HERE",
     "Report",
     "Runs",

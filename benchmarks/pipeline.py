@@ -97,18 +97,9 @@ def accuracy(nets: Sequence[str], report: harness.Report) -> None:
 
 def arguments() -> argparse.Namespace:
     """The arguments of every benchmark, plus `only`, `clients`, `gpu`."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--only", default=",".join(NETS))
-    parser.add_argument("--clients", default=",".join(map(str, CLIENTS)))
-    parser.add_argument("--gpu", action="store_true")
-    ours, sys.argv[1:] = parser.parse_known_args()
-    options = harness.options(__doc__, seconds=2)
-    options.only = ours.only.split(",")
-    options.clients = [int(n) for n in ours.clients.split(",")]
-    options.gpu = ours.gpu
-    if unknown := set(options.only) - set(NETS):
-        raise SystemExit(f"no such net: {', '.join(sorted(unknown))}; there are {', '.join(NETS)}")
-    if ours.gpu and "CUDAExecutionProvider" not in (known := onnxruntime.get_available_providers()):
+    clients = {"type": lambda text: list(map(int, text.split(","))), "default": list(CLIENTS)}
+    options = harness.options(__doc__, seconds=2, tables=NETS, clients=clients, gpu=harness.FLAG)
+    if options.gpu and "CUDAExecutionProvider" not in (known := onnxruntime.get_available_providers()):
         raise SystemExit(f"not measured: onnxruntime has only {', '.join(known)} here; onnxruntime-gpu has CUDA")
     return options
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 
@@ -164,14 +163,14 @@ def scale(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(add_help=False)
-    for part in ("first", "second", "scale"):
-        parser.add_argument(f"--{part}", dest="part", action="store_const", const=part, default="")
-    ours, sys.argv[1:] = parser.parse_known_args()
-    if ours.part == "scale":
-        scale(harness.options(__doc__, seconds=None))
+    parts = ("first", "second", "scale")
+    further = {part: {"dest": "part", "action": "store_const", "const": part, "default": ""} for part in parts}
+    options = harness.options(__doc__, seconds=6, **further)
+    if options.part == "scale":
+        options.seconds = None
+        scale(options)
     else:
-        truth(harness.options(__doc__, seconds=6), ours.part)
+        truth(options, options.part)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,38 @@ KEPT_ROUNDS = 5  # a result needs at least these
 Runs = dict[str, list[Sample]]
 
 
+FLAG: Mapping[str, Any] = {"action": "store_true"}
+
+
 def options(
-    doc: str, *, seconds: int | None = 2, peers: Sequence[str] = (), others: Sequence[str] = ()
+    doc: str,
+    *,
+    seconds: int | None = 2,
+    peers: Sequence[str] = (),
+    others: Sequence[str] = (),
+    tables: Iterable[str] = (),
+    **further: Mapping[str, Any],
 ) -> argparse.Namespace:
-    """The parsed command line. `peers` run by default, `others` can be named."""
+    """The parsed command line. `peers` run by default, `others` can be named. `--only` selects among `tables`.
+
+    `further` has the other options of the benchmark, with the arguments of `add_argument`.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # lets `finally` blocks end the servers
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=KEPT_ROUNDS)
     parser.add_argument("--seconds", type=int, default=seconds, help="length of one run")
     known = (*peers, *others)
     parser.add_argument("--peers", help=f"some of {', '.join(known) or '(none)'}; '' for none")
+    tables = list(tables)
+    if tables:
+        parser.add_argument("--only", default=",".join(tables), help=f"some of {', '.join(tables)}")
+    for name, arguments in further.items():
+        parser.add_argument(f"--{name}", **arguments)
     found = parser.parse_args()
+    if tables:
+        found.only = [table for table in found.only.split(",") if table]
+        if missing := set(found.only) - set(tables):
+            parser.error(f"no such table: {', '.join(sorted(missing))}; there are {', '.join(tables)}")
     if seconds is None:
         found.seconds = None
     asked = list(peers) if found.peers is None else [p for p in found.peers.split(",") if p]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from typing import Any
 
 import harness
@@ -284,21 +283,13 @@ def gpus() -> int:
 
 def arguments() -> argparse.Namespace:
     """The arguments of every benchmark, plus `only`, `memory` (number of calls, 0: off), `gpu` (number found)."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--only", default=",".join(TABLES))
-    parser.add_argument("--memory", type=int, nargs="?", const=MILLION, default=0)
-    parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--dry", action="store_true")
-    ours, sys.argv[1:] = parser.parse_known_args()
-    options = harness.options(__doc__, seconds=2, peers=(PEER, LOADGEN))
-    options.only = ours.only.split(",")
-    if unknown := set(options.only) - set(TABLES):
-        raise SystemExit(f"no such table: {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}")
-    options.memory = ours.memory
-    options.dry = ours.dry
-    options.gpu = (ours.dry or gpus()) if ours.gpu else 0
-    if ours.gpu and not options.gpu:
-        raise SystemExit("not measured: torch sees no GPU here")
+    memory = {"type": int, "nargs": "?", "const": MILLION, "default": 0}
+    further = {"memory": memory, "gpu": harness.FLAG, "dry": harness.FLAG}
+    options = harness.options(__doc__, seconds=2, peers=(PEER, LOADGEN), tables=TABLES, **further)
+    if options.gpu:
+        options.gpu = options.dry or gpus()
+        if not options.gpu:
+            raise SystemExit("not measured: torch sees no GPU here")
     return options
 
 

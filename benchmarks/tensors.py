@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -224,28 +223,16 @@ TABLES = {
 }
 
 
-def arguments() -> argparse.Namespace:
-    """The arguments of every benchmark, plus `rows`, the numbers of tables."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--rows", default=",".join(TABLES))
-    ours, sys.argv[1:] = parser.parse_known_args()
-    options = harness.options(f"{__doc__}\n--rows 1,3 selects tables.", seconds=3, peers=("triton", MOSEC))
-    options.rows = ours.rows.split(",")
-    if unknown := set(options.rows) - set(TABLES):
-        raise SystemExit(f"no such table: {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}")
-    return options
-
-
 def main() -> None:
-    options = arguments()
+    options = harness.options(__doc__, seconds=3, peers=("triton", MOSEC), tables=TABLES)
     rounds = f"Medians of {options.rounds} interleaved rounds of {options.seconds} s, with (least..most)."
     report = harness.Report(__file__, __doc__, options, COLUMNS, ("onnxruntime", "numpy"), f"{rounds} {SETTINGS}")
     with tempfile.TemporaryDirectory() as folder:
         write_files(Path(folder))
-        for number in options.rows:
+        for number in options.only:
             with ExitStack() as stack:
                 TABLES[number](Bench(options, report, Path(folder), stack))
-    report.save(None if options.rows == list(TABLES) else False)
+    report.save(None if options.only == list(TABLES) else False)
 
 
 if __name__ == "__main__":

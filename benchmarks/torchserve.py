@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import functools
 import shutil
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -186,23 +185,10 @@ def resnets(bench: Bench) -> None:
 TABLES = {"start": start, "noop": noop, "digits": digits, "accelerator": accelerator}
 
 
-def arguments() -> argparse.Namespace:
-    """The arguments of every benchmark, plus `only`, `gpu`."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--only", default=",".join(TABLES))
-    parser.add_argument("--gpu", action="store_true")
-    ours, sys.argv[1:] = parser.parse_known_args()
-    options = harness.options(__doc__, seconds=2, peers=(PEER,))
-    options.only, options.gpu = ours.only.split(","), ours.gpu
-    if unknown := set(options.only) - set(TABLES):
-        raise SystemExit(f"no such table: {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}")
+def main() -> None:
+    options = harness.options(__doc__, seconds=2, peers=(PEER,), tables=TABLES, gpu=harness.FLAG)
     if options.gpu and not shutil.which("nvidia-smi"):
         raise SystemExit("not measured: there is no GPU here")
-    return options
-
-
-def main() -> None:
-    options = arguments()
     method = f"Medians of {options.rounds} interleaved rounds, (least..most) behind."
     part = "gpu" if options.gpu else ""
     report = harness.Report(__file__, __doc__, options, COLUMNS, ("torch",), method, part)

@@ -9,7 +9,6 @@ trial.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -77,26 +76,28 @@ def one_run(seed: int, slo: str, budget: str, effort: str) -> tuple[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--runs", type=int, default=WHOLE)
-    parser.add_argument("--first", type=int, default=0, help="first seed")
-    parser.add_argument("--slo", default=SLO)
-    parser.add_argument("--budget", default="5m")
-    parser.add_argument("--effort", default="normal")
-    ours, sys.argv[1:] = parser.parse_known_args()
-    options = harness.options(__doc__, seconds=None)
-    how = f"--slo '{ours.slo}' --budget {ours.budget} --effort {ours.effort}"
-    method = f"{ours.runs} runs with {how}, then {PAIRS} pairs of {SECONDS}."
+    options = harness.options(
+        __doc__,
+        seconds=None,
+        runs={"type": int, "default": WHOLE},
+        first={"type": int, "default": 0, "help": "first seed"},
+        slo={"default": SLO},
+        budget={"default": "5m"},
+        effort={"default": "normal"},
+    )
+    search = options.slo, options.budget, options.effort
+    how = "--slo '{}' --budget {} --effort {}".format(*search)
+    method = f"{options.runs} runs with {how}, then {PAIRS} pairs of {SECONDS}."
     report = harness.Report(__file__, __doc__, options, {}, libraries=["torch"], method=method)
     rows, ratios = [], []
-    for seed in range(ours.first, ours.first + ours.runs):
-        chosen, ratio = one_run(seed, ours.slo, ours.budget, ours.effort)
+    for seed in range(options.first, options.first + options.runs):
+        chosen, ratio = one_run(seed, *search)
         rows.append([str(seed), chosen, f"{ratio:.3f}"])
         ratios.append(ratio)
         print(*rows[-1], sep=" | ", flush=True)
     report.table("throughput with 64 clients, as a multiple of the default's", ["seed", "chosen", "ratio"], rows)
     report.target("the least ratio", [min(ratios)], least=WORSE)
-    report.save(whole=ours.runs >= WHOLE and ours.budget == "5m" and ours.effort == "normal" and ours.slo == SLO)
+    report.save(whole=options.runs >= WHOLE and search == (SLO, "5m", "normal"))
 
 
 if __name__ == "__main__":

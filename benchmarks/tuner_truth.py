@@ -9,7 +9,6 @@ requests), to 1 %. The true optimum is the best of the exhaustive search's top s
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -70,14 +69,15 @@ def one_seed(seed: int, searches: Sequence[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--first", type=int, default=0, help="first seed; only 0 keeps the results")
-    parser.add_argument("--searches", default=",".join(SEARCHES), help="only all of them keep the results")
-    ours, sys.argv[1:] = parser.parse_known_args()
-    searches = ours.searches.split(",")
-    options = harness.options(__doc__, seconds=None)
+    options = harness.options(
+        __doc__,
+        seconds=None,
+        first={"type": int, "default": 0, "help": "first seed; only 0 keeps the results"},
+        searches={"default": ",".join(SEARCHES), "help": "only all of them keep the results"},
+    )
+    searches = options.searches.split(",")
     seeds = SEEDS_A_ROUND * options.rounds
-    drawn_from = range(ours.first, ours.first + seeds)
+    drawn_from = range(options.first, options.first + seeds)
     method = f"Seeds {drawn_from[0]} to {drawn_from[-1]}. All times except the seconds after a seed are virtual."
     report = harness.Report(__file__, __doc__, options, {}, libraries=["optuna"], method=method)
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -113,7 +113,7 @@ def main() -> None:
         report.target(what, [able], least=0 if need is None else need)
         report.target(f"{search}: largest true p99 / SLO", [max(it["p99"] for it in all_of)], most=1.05)
         print(f"{search}: median time {statistics.median(it['time'] for it in all_of):.1%}")
-    whole = options.rounds >= KEPT_ROUNDS and ours.first == 0 and searches == list(SEARCHES)
+    whole = options.rounds >= KEPT_ROUNDS and options.first == 0 and searches == list(SEARCHES)
     report.save(whole=whole)
 
 
