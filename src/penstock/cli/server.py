@@ -1,7 +1,5 @@
 """The composition root of `penstock serve`: engine, listeners and signals."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

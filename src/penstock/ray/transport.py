@@ -4,8 +4,6 @@ Ray places the actors by what `[models.NAME.ray]` asks for. A dead actor or node
 starts another one. The other end is `actor.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

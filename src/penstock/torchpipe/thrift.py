@@ -1,7 +1,5 @@
 """The Thrift listener: connections on the engine's event loop, with the timer and memory queue of the HTTP listener."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import ssl

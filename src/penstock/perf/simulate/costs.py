@@ -1,7 +1,5 @@
 """What a batch costs: read from numbers, a folder of `penstock tune` or `penstock bench`, or a running server."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

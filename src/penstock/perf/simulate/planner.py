@@ -4,8 +4,6 @@ The scheduler that serves runs in virtual time. The search uses the busiest part
 holds over a day may be missed for an hour; the chosen plan is then replayed over all of them.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Sequence

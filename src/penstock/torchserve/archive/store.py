@@ -3,8 +3,6 @@
 An archive is a .mar, a .tar.gz or a folder. Everything here blocks on disk and network: call it in a thread.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os
