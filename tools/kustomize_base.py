@@ -6,7 +6,6 @@ kustomize makes the ConfigMap of the models itself, under a name that changes wi
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,7 @@ configMapGenerator:
 
 def base_files() -> dict[str, str]:
     """The text of each file, by its path in the folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        documents = render(Path(folder))
+    documents = render()
     (models,) = [document["data"] for document in documents if document["kind"] == "ConfigMap"]
     found = {f"models/{name}": text for name, text in models.items()}
     for component in COMPONENTS:
