@@ -194,9 +194,10 @@ class Codec(Protocol):
 class Model(Protocol):
     """One loaded model. All calls run in one thread, the worker's.
 
-    Optional members: `preprocess(item)`, `postprocess(result)` (once per item), `warmup()` (may return sample items),
-    `explain(items)` (explanations, aligned with the items), `inputs` and `outputs` (tables such as
-    `{"x": "FP32[-1,64]"}`, or sequences of TensorSpec), `parameters` (see ModelMetadata).
+    Optional members: `preprocess(item)`, `postprocess(result)` (once per item), `load_preprocess()` (called before
+    `load` where items are preprocessed), `warmup()` (may return sample items), `explain(items)` (explanations,
+    aligned with the items), `inputs` and `outputs` (tables such as `{"x": "FP32[-1,64]"}`, or sequences of TensorSpec),
+    `parameters` (see ModelMetadata).
     """
 
     def load(self, device: str) -> None:
