@@ -7,6 +7,7 @@ import os
 import signal
 from typing import Any
 
+import psutil
 import pytest
 from msgspec import structs
 
@@ -132,3 +133,18 @@ async def test_an_actor_whose_node_is_lost_before_it_starts_starts_on_another(ra
         finally:
             await asyncio.to_thread(ray_cluster.remove_node, node)
             await asyncio.to_thread(ray_cluster.remove_node, lost)
+
+
+async def test_helper_processes_preprocess_beside_their_actor_and_end_with_it() -> None:
+    def with_helpers(spec: Any, pool: Any) -> SlotTransport:
+        return make(structs.replace(spec, config=structs.replace(spec.config, preprocess_processes=2)), pool)
+
+    async with TransportHarness(with_helpers, "support.preprocessed:Preprocessing") as harness:
+        refused, *found = await harness.values(("refuse", "too dark"), *[("who", 0)] * 8)
+        assert refused.message == "too dark"
+        helpers = [psutil.Process(pid) for pid in {who[0] for _, _, who in found}]
+        assert len(helpers) == 2
+        (worker,) = {worker for worker, _, _ in found}
+        assert worker not in {helper.pid for helper in helpers}
+        os.kill(worker, signal.SIGKILL)
+        assert not psutil.wait_procs(helpers, 10)[1]

@@ -114,7 +114,7 @@ class LocalStreamer(BaseStreamer):
             return self._backend
 
         # a worker that imports the module of its model must not start the streamer that the module makes
-        lazy = nesting.importing
+        lazy = bool(nesting.importing)
         portal = Portal(make=begin, lazy=lazy, word="streamer", own_workers=shared is None)
         super().__init__(portal, name, worker_timeout)
 

@@ -345,7 +345,7 @@ def unpack_spec(data: Buffer, files: Sequence[tuple[str, str]], main: str) -> Wo
 
     Raises LoadFailed, TargetNotFound.
     """
-    nesting.importing = True
+    nesting.importing = threading.get_ident()
     for where, name in files:  # objects of the parent's script, pickled as `__main__.X`, are found there
         load_object(f"{where}:__name__", name)
     if main:

@@ -49,8 +49,8 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     try:
         target, tensors = _model(_found(spec.target, spec), spec)
-        if threading.current_thread() is threading.main_thread():  # a module may run threads while it is imported
-            nesting.importing = False
+        if nesting.importing == threading.get_ident():  # a module may run threads while it is imported
+            nesting.importing = 0
         config = spec.config
         extras = {"precision": config.precision, "optimize": config.optimize, "trust": config.trust}
         options = config.options

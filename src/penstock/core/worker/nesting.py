@@ -7,7 +7,7 @@ from penstock.errors import LoadFailed
 DEPTH_VARIABLE = "_PENSTOCK_WORKER_DEPTH"  # in the environment of a worker: how many workers it is nested in
 MAX_DEPTH = 5
 
-importing = False  # this process is a worker that imports the module of its model
+importing = 0  # in a worker, the thread that imports the module of its model
 
 
 def may_start_workers() -> int:
