@@ -92,6 +92,7 @@ class PartReader:
         self._kind, charset = split_type(headers.get("content-type", ""))
         self._max_bytes = max_bytes
         self._rest = bytearray()  # of a line
+        self._last: list[bytes] = []  # a line that is the error of the stream if the stream breaks off after it
         self._event: bytes | None = None
         self._data: list[bytes] = []
         self._data_bytes = 0
@@ -107,7 +108,9 @@ class PartReader:
         if self._kind == EVENTS:
             return [part for line in self._lines(piece) for part in self._event_line(line)]
         if self._kind == LINES:
-            return [_decode(JSON, "utf-8", line) for line in self._lines(piece) if line.strip()]
+            lines = [*self._last, *(line for line in self._lines(piece) if line.strip())]
+            self._last = [line for line in lines[-1:] if line.startswith(b'{"error":')]
+            return [_decode(JSON, "utf-8", line) for line in lines[: len(lines) - len(self._last)]]
         if self._text is not None:
             text = self._text.decode(piece)
             return [text] if text else []
@@ -116,9 +119,13 @@ class PartReader:
     def end(self) -> list[Any]:
         """The parts that the end of the stream completes."""
         rest, self._rest = bytes(self._rest), bytearray()
-        if self._kind == LINES and rest.strip():
-            return [_decode(JSON, "utf-8", rest)]
+        if self._kind == LINES:
+            return [_decode(JSON, "utf-8", line) for line in (*self._last, rest) if line.strip()]
         return self._event_line(b"") if self._kind == EVENTS else []
+
+    def error(self) -> PenstockError | None:
+        """Why the server broke the stream off, if it said so."""
+        return _stream_error(self._last[0]) if self._last else None
 
     def _lines(self, piece: bytes) -> list[bytes]:
         self._rest += piece
@@ -240,7 +247,7 @@ async def _parts(
     try:
         assert response.parts is not None
         reader = PartReader(response.headers, max_part_bytes)
-        while (piece := await _next_piece(response.parts, call, pool.endpoint.url)) is not None:
+        while (piece := await _next_piece(response.parts, call, pool.endpoint.url, reader)) is not None:
             for part in reader.feed(piece):
                 yield part
         rest = reader.end()
@@ -253,14 +260,16 @@ async def _parts(
         pool.give_back(connection)
 
 
-async def _next_piece(pieces: ResponseBody, call: Call, url: str) -> bytes | None:
-    """None at the end."""
+async def _next_piece(pieces: ResponseBody, call: Call, url: str, reader: PartReader) -> bytes | None:
+    """None at the end. Raises the error that the server reported before it broke the stream off."""
     wait_s = min(call.timeout_s, call.deadline_at + GRACE_S - asyncio.get_running_loop().time())
     try:
         async with asyncio.timeout(wait_s):
             return await anext(pieces, None)
     except TimeoutError:
         raise ResponseTimeout(f"{url}: the stream had no further part within {max(0.0, wait_s):g} s") from None
+    except PenstockError as error:
+        raise reader.error() or error from None
 
 
 class Listener:

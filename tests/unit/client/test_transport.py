@@ -162,6 +162,18 @@ def test_events_of_other_servers_comments_and_errors():
         reader.feed(b"event: error\ndata: broken\n\n")
 
 
+def test_a_line_may_be_the_error_of_a_stream_that_breaks_off():
+    reader = PartReader({"content-type": "application/x-ndjson"}, 100)
+    line = b'{"error":{"code":"item_failed","message":"oh"}}\n'
+    assert reader.feed(b"1\n" + line) == [1]
+    error = reader.error()
+    assert (type(error), error.message) == (ItemFailed, "oh")
+    assert reader.feed(b"2\n") == [{"error": {"code": "item_failed", "message": "oh"}}, 2]  # it was a part
+    assert reader.error() is None
+    assert reader.feed(line) == []
+    assert reader.end() == [{"error": {"code": "item_failed", "message": "oh"}}]
+
+
 def test_a_part_without_an_end_is_bounded():
     for kind in ("text/event-stream", "application/x-ndjson"):
         reader = PartReader({"content-type": kind}, 100)

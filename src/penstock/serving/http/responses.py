@@ -45,6 +45,7 @@ log = logging.getLogger("penstock.serving")
 
 MAX_CAUSE: Final = 500  # characters
 SSE: Final = "text/event-stream"
+LINES: Final = "application/x-ndjson"
 JOINED_BYTES: Final = 16 * 1024  # below it head and body are joined and leave in one write
 UNBUFFERED: Final = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))  # nginx holds streams back otherwise
 HEARTBEAT_S = 15.0  # of silence between events: proxies drop a connection after 60 s, some after 30
@@ -198,7 +199,7 @@ def stream_type(content_type: str, sse: bool) -> str:
     """Content type of a stream: server-sent events, lines of JSON, or what its first part is."""
     if sse:
         return content_type if content_type.startswith(SSE) else SSE
-    return "application/x-ndjson" if content_type == JSON else content_type
+    return LINES if content_type == JSON else content_type
 
 
 def stream_start(result: ItemResult, sse: bool) -> ItemResult:
@@ -289,6 +290,7 @@ class ResponseFraming(RequestOptions):
     broken = False  # the stream ended early: the client must see that it is incomplete
     done = False
     kept = 0  # bytes in `out`
+    lines = False  # the stream is lines of JSON
     silent_s = 0.0  # since the last part of a stream, as far as the sweeps of the clock know
     out: list[Any] | None = None  # held back until the earlier requests of the connection are answered
     writer: Any  # until the response is final
@@ -377,7 +379,11 @@ class ResponseFraming(RequestOptions):
             self._chunk(writer, error_event(self.route, self._error_body(error)))
             self._finish_stream(writer)
             return
-        self.close = self.broken = True  # without the last chunk the client sees that the response is incomplete
+        if self.lines:
+            self._chunk(writer, self._error_body(error) + b"\n")
+        self.close = True
+        self.broken = not (self.lines and self.old)  # a reset would take the line with it
+        # without the last chunk the client sees that the response is incomplete
         self._end(writer)
 
     def _whole(self, writer: ResponseOutput, result: ItemResult) -> None:
@@ -408,7 +414,9 @@ class ResponseFraming(RequestOptions):
             own = {name.lower() for name, _ in result.headers or ()}
             new = [(name, value) for name, value in UNBUFFERED if name not in own]
             result = replace(result, headers=[*(result.headers or ()), *new])
-            self._emit(writer, self._head(writer, result, self.part_type(result), framing))
+            kind = self.part_type(result)
+            self.lines = kind == LINES
+            self._emit(writer, self._head(writer, result, kind, framing))
         self._chunk(writer, self.part_data(result))
         if result.final:
             self._finish_stream(writer)

@@ -544,6 +544,18 @@ async def test_a_stream_that_fails_is_cut_without_its_last_chunk(asking):
         assert await client.rest() == b"4\r\npart\r\n"
 
 
+async def test_lines_that_fail_end_with_a_line_of_the_error_and_are_cut(asking):
+    models = {"m": stream(b"1", error=WorkerDied("gone"), content_type="application/json")}
+    line = b'{"error":{"code":"worker_died","message":"gone"}}\n'
+    async with asking(FakeBackend(models)) as (listener, client):
+        client.post("/predictions/m", b"")
+        await client.head()
+        assert await client.rest() == b"2\r\n1\n\r\n%x\r\n%b\r\n" % (len(line), line)
+        old = await listener.connect()
+        old.send(b"POST /predictions/m HTTP/1.0\r\n\r\n")
+        assert (await old.answer()).body == b"1\n" + line
+
+
 async def test_a_stream_to_http_1_0_ends_with_the_connection(asking):
     async with asking(FakeBackend({"m": stream(b"a", b"b")})) as (_, client):
         client.send(b"POST /predictions/m HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
