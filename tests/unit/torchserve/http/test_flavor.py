@@ -531,8 +531,8 @@ async def test_a_stream_has_one_chunk_per_part():
             head = await peer.head()
             head = re.sub(rb"x-request-id: [^\r]+", b"x-request-id: ID", head)
             assert head == (
-                b"HTTP/1.1 200 \r\nts_stream_next: true\r\nx-request-id: ID\r\n%bconnection: keep-alive\r\n"
-                b"transfer-encoding: chunked\r\n\r\n" % FIXED
+                b"HTTP/1.1 200 \r\nx-accel-buffering: no\r\nts_stream_next: true\r\nx-request-id: ID\r\n"
+                b"%bconnection: keep-alive\r\ntransfer-encoding: chunked\r\n\r\n" % FIXED
             )
             end = await asyncio.wait_for(peer.reader.readuntil(b"0\r\n\r\n"), LIMIT_S)
             assert end == b"3\r\none\r\n3\r\ntwo\r\n5\r\nthree\r\n0\r\n\r\n"
