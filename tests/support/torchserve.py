@@ -1,4 +1,4 @@
-"""An `Administrator` without models, for tests of the TorchServe listeners."""
+"""An `Administrator` without models and a backend, for tests of the TorchServe listeners."""
 
 from __future__ import annotations
 
@@ -6,8 +6,26 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from penstock.torchserve.protocol.api import ApiError, ChangeResult, Group, RegisterRequest, WorkflowRequest
+from support.backend import FakeBackend
 
 REFUSED: Final = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
+
+
+class KnownBackend(FakeBackend):
+    """A backend that has every version except "9", with the errors of `ModelsBackend`."""
+
+    def _find(self, model: str, version: str | None) -> None:
+        if model not in self.models:
+            raise not_found(model, None)
+        if version == "9":
+            raise not_found(model, version)
+
+
+def not_found(model: str, version: str | None) -> ApiError:
+    """The error for an unknown model, or for an unknown version of a known model."""
+    if version is None:
+        return ApiError("ModelNotFoundException", f"Model not found: {model}")
+    return ApiError("ModelVersionNotFoundException", f"Model version: {version} does not exist for model: {model}")
 
 
 class FakeAdministration:
@@ -102,10 +120,9 @@ class FakeAdministration:
 
     def _find(self, model: str, version: str | None) -> None:
         if model != "m":
-            raise ApiError("ModelNotFoundException", f"Model not found: {model}")
+            raise not_found(model, None)
         if version not in (None, "1.0", "2.0"):
-            text = f"Model version: {version} does not exist for model: {model}"
-            raise ApiError("ModelVersionNotFoundException", text)
+            raise not_found(model, version)
 
     def _note(self, *what: Any) -> ChangeResult:
         if self.error is not None:

@@ -107,20 +107,19 @@ async def response_parts(
     listener: Listener, model: str, version: str | None, item: Item
 ) -> AsyncGenerator[bytes, None]:
     """The parts of the response, one or more. Raises GrpcError. If the caller leaves, the request is cancelled."""
-    backend = listener.backend
 
     def submit(sink: Sink) -> Ticket:
         try:
-            return backend.submit(model, version, item, sink)
+            return listener.backend.submit(model, version, item, sink)
         except PenstockError as error:
-            found = api_error(error, backend, model, version)
+            found = api_error(error, model, version)
             log_5xx(model, version, item.request_id, found.status, error)
             raise submit_error(found) from error
 
     try:
         async with aclosing(parts_of(submit, listener.budget)) as results:
             async for result in results:
-                yield _body(result, backend, model, version, item)
+                yield _body(result, model, version, item)
     except QueueFull as error:
         raise prediction_error(429, error.message) from error
 
@@ -130,11 +129,11 @@ async def whole_response(listener: Listener, model: str, version: str | None, it
     return b"".join([part async for part in response_parts(listener, model, version, item)])
 
 
-def _body(result: ItemResult, backend: Backend, model: str, version: str | None, item: Item) -> bytes:
+def _body(result: ItemResult, model: str, version: str | None, item: Item) -> bytes:
     """The body of a part. gRPC ignores a status that the handler set, but not an error that it raised with a status."""
     body: bytes = result.body
     if result.error is not None:
-        found = api_error(result.error, backend, model, version)
+        found = api_error(result.error, model, version)
         error, status, message = result.error, found.status, found.message
     else:
         read = read_error(result.status, body) if result.status >= 400 else None
@@ -265,7 +264,7 @@ class OpenInferenceService:
         try:
             return self._backend.model_ready(name, version)
         except PenstockError as error:
-            raise management_error(api_error(error, self._backend, name, version)) from error
+            raise management_error(api_error(error, name, version)) from error
 
 
 def _inputs(request: Any) -> list[dict[str, Any]]:
@@ -392,7 +391,7 @@ def make_grpc_listener(
             raise GrpcError(Code.PERMISSION_DENIED, error.message) from None
 
     def failure(error: PenstockError) -> GrpcError:
-        found = api_error(error, backend)
+        found = api_error(error)
         log_5xx("", None, "", found.status, error)
         return management_error(found)
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Final, cast
 from urllib.parse import parse_qs, unquote
 
-from penstock.core.contracts import Backend
 from penstock.errors import (
     BadOutput,
     BadRequest,
@@ -197,7 +196,7 @@ class TorchServeRequest(RequestContext):
     def failure(self, writer: ResponseOutput, error: PenstockError) -> ItemResult:
         """The error as JSON; 413 has an empty body."""
         route = self.route or _UNROUTED
-        found = api_error(error, writer.listener.backend, route.model, route.version)
+        found = api_error(error, route.model, route.version)
         reason = REASONS.get(found.status, "")
         if found.status == 413:
             return ItemResult(status=413, reason=reason)
@@ -303,6 +302,7 @@ _TABLE: Final[dict[type[PenstockError], tuple[str, int | None, str | None]]] = {
     HeadTooLarge: ("BadRequestException", None, NO_HTTP),
     ExpectationFailed: ("BadRequestException", 417, None),
     Forbidden: ("IllegalArgumentException", None, None),
+    ModelNotFound: ("ModelNotFoundException", None, None),
     RouteNotFound: ("ResourceNotFoundException", None, UNKNOWN_ROUTE),
     MethodNotAllowed: ("MethodNotAllowedException", None, WRONG_METHOD),
     RequestTimeout: ("RequestTimeoutException", None, None),
@@ -319,28 +319,13 @@ _TABLE: Final[dict[type[PenstockError], tuple[str, int | None, str | None]]] = {
 }
 
 
-def api_error(error: PenstockError, backend: Backend, model: str = "", version: str | None = None) -> ApiError:
+def api_error(error: PenstockError, model: str = "", version: str | None = None) -> ApiError:
     """The error that a client of TorchServe receives for a request to this model and version."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, ModelNotFound):
-        return _not_found(backend, model, version)
     if isinstance(error, (QueueFull, ModelNotReady, Cancelled)) and model:
         return no_worker(model, version)
     if isinstance(error, (QueueFull, ModelNotReady, Cancelled)):
         return ApiError("ServiceUnavailableException", error.message)
     kind, status, text = next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
     return ApiError(kind, error.message if text is None else text, status=status)
-
-
-def _not_found(backend: Backend, model: str, version: str | None) -> ApiError:
-    """The error for an unknown model, or for an unknown version of a known model."""
-    if version is not None:
-        try:
-            backend.model_ready(model, None)
-        except PenstockError:
-            pass
-        else:
-            message = f"Model version: {version} does not exist for model: {model}"
-            return ApiError("ModelVersionNotFoundException", message)
-    return ApiError("ModelNotFoundException", f"Model not found: {model}")

@@ -10,13 +10,12 @@ import grpc
 import pytest
 
 from penstock.config.schema import LimitsConfig
-from penstock.errors import ModelNotFound
 from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
 from penstock.torchserve import grpc as services
 from penstock.torchserve.config import ListenerConfig, Properties
 from penstock.torchserve.grpc import make_grpc_listener
 from support.backend import FakeBackend
-from support.torchserve import FakeAdministration
+from support.torchserve import FakeAdministration, KnownBackend
 
 LIMIT_S = 10.0
 BOTH = frozenset({"inference", "management"})
@@ -67,14 +66,6 @@ class GrpcSite:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await self(name, metadata, raw, **fields)
         return raised.value.code().name, raised.value.details()
-
-
-class KnownBackend(FakeBackend):
-    """A backend that has every version except "9"."""
-
-    def _find(self, model: str, version: str | None) -> None:
-        if model not in self.models or version == "9":
-            raise ModelNotFound("not there")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from penstock.config.schema import LimitsConfig
 from penstock.torchserve.config import ListenerConfig, Properties
 from penstock.torchserve.http.listener import make_listener
 from support.backend import FakeBackend
-from support.torchserve import FakeAdministration
+from support.torchserve import FakeAdministration, KnownBackend
 
 LIMIT_S = 10.0
 ALL = frozenset({"inference", "management", "metrics"})
@@ -67,7 +67,7 @@ def site(administration: FakeAdministration) -> Callable[..., Any]:
         async def show(names: list[str]) -> bytes:
             return b"metrics of " + ",".join(names).encode()
 
-        backend = FakeBackend()
+        backend = KnownBackend()
         config = ListenerConfig(
             groups, Properties(**{"enable_model_api": True, "ts_open_inference_protocol": True} | keys)
         )

@@ -34,7 +34,7 @@ from penstock.torchserve.http.listener import make_listener
 from penstock.torchserve.protocol.api import ApiError
 from penstock.types import ItemResult
 from support.backend import Call, FakeBackend
-from support.torchserve import FakeAdministration
+from support.torchserve import FakeAdministration, KnownBackend
 
 LIMIT_S = 10.0
 FIXED = (
@@ -104,7 +104,7 @@ async def listening(
     groups: frozenset[Any] = frozenset({"inference"}),
     **keys: Any,
 ) -> AsyncIterator[Peer]:
-    backend = FakeBackend(models or {"m": plain})
+    backend = KnownBackend(models or {"m": plain})
     administration = administration or FakeAdministration()
     config = ListenerConfig(groups, Properties(**keys))
     server = make_listener(backend, administration, config, LimitsConfig(**limits or {}))
@@ -384,7 +384,7 @@ ERRORS = [
     (QueueFull("full"), 503, "Service Unavailable", "ServiceUnavailableException", f'Model "m" {NO_WORKER}'),
     (ModelNotReady("no"), 503, "Service Unavailable", "ServiceUnavailableException", f'Model "m" {NO_WORKER}'),
     (Cancelled("gone"), 503, "Service Unavailable", "ServiceUnavailableException", f'Model "m" {NO_WORKER}'),
-    (ModelNotFound("gone"), 404, "Not Found", "ModelNotFoundException", "Model not found: m"),
+    (ModelNotFound("gone"), 404, "Not Found", "ModelNotFoundException", "gone"),
     (Forbidden("no"), 403, "Forbidden", "IllegalArgumentException", "no"),
     (Conflict("no"), 409, "Conflict", "ConflictStatusException", "no"),
     (LoadFailed("no"), 500, "Internal Server Error", "InternalServerException", "no"),

@@ -17,8 +17,7 @@ from penstock.serving.protocols.route import HttpRequest, Template
 from penstock.torchserve.config import ListenerConfig, Properties
 from penstock.torchserve.http.flavor import TorchServeFlavor
 from penstock.types import ItemResult
-from support.backend import FakeBackend
-from support.torchserve import FakeAdministration
+from support.torchserve import FakeAdministration, KnownBackend
 
 LIMIT_S = 10.0
 Function = Callable[[HttpRequest], Awaitable[ItemResult]]
@@ -28,7 +27,7 @@ Function = Callable[[HttpRequest], Awaitable[ItemResult]]
 async def serving(function: Function, path: str = "/do/{what}", **limits: Any) -> AsyncIterator[tuple[HttpServer, int]]:
     table = [Template(path, "", serve=function, methods=frozenset({"PUT", "GET", "POST"}))]
     flavor = TorchServeFlavor(FakeAdministration(), ListenerConfig(frozenset({"management"}), Properties()), table)
-    server = HttpServer(FakeBackend(), LimitsConfig(**limits), flavor=flavor)
+    server = HttpServer(KnownBackend(), LimitsConfig(**limits), flavor=flavor)
     _, port = await server.start("127.0.0.1", 0)
     try:
         yield server, port
