@@ -34,6 +34,9 @@ EARLY_LEADS = 32
 """How many leads before the end of a run a full batch without bulk rows is sent ahead: the slot has no pause if the run
 ends a third earlier than predicted. An urgent request waits so much longer, at the usual lead of 0.3 ms for 10 ms."""
 
+LOOKS = 8
+"""So many times, while a full batch of rows arrives, a batch of several lengths is looked for behind a running one."""
+
 
 class Scheduler:
     """Schedules the requests of one model version.
@@ -90,6 +93,8 @@ class Scheduler:
         self._held_since_s = INF
         self._holds, self._held_s = 0, 0.0
         self._wake_s, self._wake_rows = INF, 0
+        # the batch behind which one was looked for in vain, and until when and how many rows none is looked for again
+        self._seen = (-1, INF, 0)
         self.wake_at: float | None = None  # set by `poll`: when to poll again without an event; None: not before one
 
     # ---- queries
@@ -334,7 +339,8 @@ class Scheduler:
             self._shrink(outcome.oom, now)
         if answered:
             if not batch.concurrent:
-                if outcome.oom is None:  # after out-of-memory it ran in pieces: no sample for this size
+                # after out-of-memory it ran in pieces, and a bad request may have claimed any length: no samples
+                if outcome.oom is None and not (outcome.failed and self._lengths is not None):
                     self._cost.add(batch.work, seconds)
                 self._see()
                 self._policy.on_complete(batch, seconds, self._view, now)
@@ -532,10 +538,12 @@ class Scheduler:
         if not self._cost.ready or (near := self._slots.nearest(now, True)) is None:
             return False
         if self._lengths is not None and not self._brief(near, now):
-            early_s = near.end_s - EARLY_LEADS * self._slots.lead_s
-            if now < early_s:  # too early for any batch: none need be made of several lengths
-                self._wake_s = early_s
+            # a batch of several lengths takes longer to find than others: not when none would be sent, nor for each row
+            early_s, (seen, until_s, rows) = near.end_s - EARLY_LEADS * self._slots.lead_s, self._seen
+            if now < early_s or (near.id == seen and now < until_s and self._queue.rows < rows):
+                self._wake_s = early_s if now < early_s else until_s
                 return False
+        seen = near.id
         bucket = self._next()
         if bucket is None:
             return False
@@ -558,6 +566,8 @@ class Scheduler:
         else:
             early_s = near.end_s - EARLY_LEADS * lead_s
             self._wake_s = early_s if now < early_s and bucket.rows >= full else soon_s
+            if type(choice) is not Drop:
+                self._seen = (seen, self._wake_s, self._queue.rows + self._queue.max_rows // LOOKS)
         return type(choice) is Drop
 
     def _brief(self, near: SlotBatch, now: float) -> bool:

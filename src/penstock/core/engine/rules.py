@@ -294,10 +294,11 @@ def length_rule(config: BatchingConfig, inputs: Sequence[TensorSpec]) -> Callabl
             return "", max([_length(value, places, config.max_tokens) for value in values], default=0)
         rows, key = _peeked(item)
         bucket, length = of_shapes(key) if key and places else ("", 0)
+        body = item.payload.view if isinstance(item.payload, Slab) else item.payload
+        length = min(length, len(body))  # a shape may claim anything, and values take a byte each
         if not length:
-            body = item.payload.view if isinstance(item.payload, Slab) else item.payload
             length = bytes(body).count(b",") // len(padded) if padded else len(body)
-            length = min(max(1, length // rows), config.max_tokens or length)
+            length = min(max(1, length // max(1, rows)), config.max_tokens or length)
         return bucket, length
 
     return rule

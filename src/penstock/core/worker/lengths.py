@@ -43,6 +43,7 @@ class Lengths:
             if datatype not in (None, spec.datatype) or (shape is not None and shape[1:] != spec.shape[1:]):
                 raise ConfigError(f"{where}.pad: found for {text}, but the model takes {datatype} {list(shape or ())}")
             self.inputs[spec.name] = axis, spec.pad.encode() if isinstance(spec.pad, str) else spec.pad
+        self._first = next((name, axis) for name, (axis, _) in self.inputs.items())
         self.max_tokens: int | None = None
         self.in_classes = False
         self.outputs = {o.name: tuple(k for k, n in enumerate(o.shape) if k and n == -1) for o in outputs}
@@ -79,6 +80,9 @@ class Lengths:
 
     def of(self, arrays: Mapping[str, Any]) -> int:
         """The length of a request; 0 if it has none of the inputs."""
+        name, axis = self._first
+        if name in arrays:  # nearly always
+            return int(arrays[name].shape[axis])
         return next((arrays[name].shape[axis] for name, (axis, _) in self.inputs.items() if name in arrays), 0)
 
     def check(self, arrays: Arrays) -> None:
@@ -91,18 +95,19 @@ class Lengths:
 
     def longest(self, requests: Sequence[TensorRequest]) -> int:
         """The length of a call."""
-        longest = max(self.of(r.block.arrays) for r in requests)
+        longest = max([self.of(r.block.arrays) for r in requests])
         return LengthClasses(self.max_tokens).up(longest) if self.in_classes and longest else longest
 
     def calls(self, requests: Sequence[TensorRequest], places: Sequence[int]) -> list[Sequence[int]]:
         """The places, in order of length, in calls of at most `max_tokens`: the server may have estimated lengths."""
-        if self.max_tokens is None or sum(requests[i].rows for i in places) * self.longest(requests) <= self.max_tokens:
+        most = self.max_tokens
+        if most is None or sum([requests[i].rows for i in places]) * self.longest(requests) <= most:
             return [places]
         found: list[list[int]] = []
         rows = 0
         for i in sorted(places, key=lambda i: self.of(requests[i].block.arrays)):
             rows += requests[i].rows
-            if not found or rows * self.of(requests[i].block.arrays) > self.max_tokens:
+            if not found or rows * self.of(requests[i].block.arrays) > most:
                 found.append([])
                 rows = requests[i].rows
             found[-1].append(i)

@@ -31,7 +31,7 @@ def groups(requests: Sequence[TensorRequest], lengths: Lengths | None = None) ->
         if request.block is not last:
             last = request.block
             others = _sizes if lengths is None else lengths.others
-            key = tuple((name, a.dtype.str, others(name, a.shape)) for name, a in sorted(last.arrays.items()))
+            key = tuple([(name, a.dtype.str, others(name, a.shape)) for name, a in sorted(last.arrays.items())])
             places = found.setdefault(key or i, [])  # without inputs, which give the number of rows, alone
         places.append(i)
     if lengths is not None:
