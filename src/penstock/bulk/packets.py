@@ -42,7 +42,7 @@ class PacketDecoder:
         self._depth = video.reorder_depth
         self._single_threaded = video.threads == 1
         self._cut = bool(video.container.format.flags & TIMES_MAY_JUMP)
-        self._buffer = _ReorderBuffer()
+        self._buffer = _ReorderBuffer(video.stream.codec_context)
 
     @property
     def resorted(self) -> bool:
@@ -61,7 +61,7 @@ class PacketDecoder:
         Raises Damage after the frames that precede it and do not depend on damaged data. Several threads report
         damage late and omit the last of these frames.
         """
-        self._buffer = buffer = _ReorderBuffer()
+        self._buffer = buffer = _ReorderBuffer(self._stream.codec_context)
         try:
             for frame in self._decoded(buffer):
                 if frame.is_corrupt:
@@ -121,7 +121,7 @@ class PacketDecoder:
         are lost there.
         """
         context = self._stream.codec_context
-        self._buffer = buffer = _ReorderBuffer()
+        self._buffer = buffer = _ReorderBuffer(self._stream.codec_context)
         lead_in = _LeadIn(self._cut)
         lost = LostFrames(self._stream, ordered=not self._cut)
         packets = self._packets(MAX_READ_ERRORS)
@@ -232,7 +232,8 @@ class _ReorderBuffer:
     first one shown gets the earliest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, context: Any) -> None:
+        self._context = context
         self.resorted = False  # whether any frame has the time of another
         self._last_pts: float = float("-inf")
         self._increasing = True  # pts, from packet to packet
@@ -260,9 +261,10 @@ class _ReorderBuffer:
         pts = frame.pts
         order = 0 if pts is None else self._order.pop(pts, 0)
         self._frames.append((order, frame))
+        late = self._increasing and self._context.reorder_depth > 0  # whether frames may be shown after later ones
         while self._order:
             first = next(iter(self._order))
-            if pts is not None and (self._increasing or first > pts):
+            if pts is not None and (late or first > pts):
                 break
             del self._order[first]  # its time has passed: the packet produced no frame
         if len(self._frames) > MAX_REORDER:  # the packet they wait for produces no frame, and its time never comes

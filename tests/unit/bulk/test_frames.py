@@ -258,6 +258,34 @@ def test_a_packet_that_never_produces_a_frame_does_not_fill_memory(
     assert max(held) <= 40
 
 
+def test_a_codec_that_never_reorders_waits_for_no_hidden_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    shown = packets_module._ReorderBuffer.add
+
+    def counted(self: Any, picture: Any) -> Any:
+        yield from shown(self, picture)
+        held.append(len(self._frames))
+
+    monkeypatch.setattr(packets_module._ReorderBuffer, "add", counted)
+    path = tmp_path / "odd.webm"
+    with (
+        av.open(str(make_clip(tmp_path / "a.webm", 60, size=(64, 48), codec="libvpx"))) as given,
+        av.open(str(path), "w") as out,
+    ):
+        stream = out.add_stream_from_template(given.streams.video[0])
+        for number, packet in enumerate(p for p in given.demux(video=0) if p.size):
+            packet.stream = stream
+            out.mux(packet)
+            if number % 10 == 5:
+                hidden = av.Packet(bytes([bytes(packet)[0] & ~16]) + bytes(packet)[1:])  # show_frame of VP8
+                hidden.stream, hidden.time_base = stream, packet.time_base
+                hidden.pts = hidden.dts = packet.pts + 10
+                out.mux(hidden)
+    found, error = read(path)
+    assert ([s.frame for s in found], error) == (list(range(60)), None)
+    assert max(held) == 0
+
+
 def packets(path: Path) -> list[tuple[int, int, int]]:
     """Offset, size and pts of each packet, in file order."""
     with av.open(str(path)) as container:
