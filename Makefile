@@ -6,7 +6,7 @@ KSERVE ?= .venv-kserve
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo demo-captions test test-all test-peers chaos check format bench docs protos release-check changelog clean
+.PHONY: demo demo-captions test test-all test-peers chaos check format bench docs docs-pictures protos release-check changelog clean
 
 demo: $(VENV)/.demo
 	$(BIN)/penstock demo
@@ -56,6 +56,11 @@ bench: $(VENV)/.dev wrk redis-server h2load
 docs: $(VENV)/.docs
 	$(BIN)/python tools/reference_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# the pictures of the pages, by Chromium
+docs-pictures: CLIENTS += chromium:chromium
+docs-pictures: $(VENV)/.dev clients
+	$(BIN)/python tools/docs_pictures.py
 
 # what a tag would publish: builds it, installs it in empty environments, and uses it; two minutes
 release-check: $(VENV)/.release

@@ -69,7 +69,7 @@ function row(model) {
     ["Queue", count(now.queue)],
     ["Oldest", seconds(now.oldest_s)],
     ["Rows a batch", now.rows ? `${count(now.rows)} of ${model.batch}` : "-"],
-    ["Busy", `${Math.round((100 * now.busy) / Math.max(1, model.up))} %`],
+    ["Busy", `${Math.min(100, Math.round((100 * now.busy) / Math.max(1, model.up)))} %`],
     ["Errors/s", count(now.failed + now.rejected), now.failed + now.rejected ? "errors" : ""],
     ["Memory", memory(model.memory_bytes)],
   ];
