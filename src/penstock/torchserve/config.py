@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 from msgspec import Meta, Struct, field, structs
 
-from penstock.config.checks import is_loopback
+from penstock.config.checks import UNIX, is_loopback
 from penstock.config.schema import Count, Port, Positive
 from penstock.errors import ConfigError, nearest
 from penstock.torchserve.protocol.api import Group
@@ -32,45 +32,28 @@ _ADDRESS = re.compile(r"(?:(https?)://)?(\[[0-9A-Fa-f:.%]+\]|[^:/\s\[\]]+)(?::([
 
 
 class ListenerAddress(Struct, frozen=True):
-    """`host` and `port`, or the `path` of a Unix socket. Groups with equal addresses share a listener."""
+    """Host and port, or the host `unix:PATH`. Groups with equal addresses share a listener."""
 
-    host: str = ""
-    port: int = 0
-    tls: bool = False
-    path: str = ""
-
-    def __str__(self) -> str:
-        if self.path:
-            return f"unix:{self.path}"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
-
-
-class GrpcAddress(Struct, frozen=True):
-    """The address of a group's gRPC listener: host and port, or the host `unix:PATH`."""
-
-    group: Literal["inference", "management"]
     host: str
-    port: int
+    port: int = 0
+    scheme: str = "http"
 
     @property
-    def path(self) -> str:
-        """The path of the socket; "" for a port."""
-        return self.host.removeprefix("unix:") if self.host.startswith("unix:") else ""
+    def unix(self) -> bool:
+        return self.host.startswith(UNIX)
 
     def __str__(self) -> str:
-        if self.path:
-            return self.host
-        return f"grpc://[{self.host}]:{self.port}" if ":" in self.host else f"grpc://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return self.host if self.unix else f"{self.scheme}://{host}:{self.port}"
 
 
 def parse_address(group: str, text: str) -> ListenerAddress:
     """The address of the "inference", "management" or "metrics" listener. Raises ConfigError."""
-    if text.startswith("unix:"):
-        path = re.sub(r"^//(?=/)", "", text.removeprefix("unix:"))  # unix:///path means the same
+    if text.startswith(UNIX):
+        path = re.sub(r"^//(?=/)", "", text.removeprefix(UNIX))  # unix:///path means the same
         if not path:
             raise ConfigError(f"{group}_address: found {text!r}, expected a path after unix:")
-        return ListenerAddress(path=path)
+        return ListenerAddress(UNIX + path)
     match = _ADDRESS.fullmatch(text)
     if match is None:
         raise ConfigError(
@@ -80,7 +63,7 @@ def parse_address(group: str, text: str) -> ListenerAddress:
     port = int(match[3]) if match[3] else _PORTS[group][scheme]
     if port > 65535:
         raise ConfigError(f"{group}_address: found port {port}, expected 0 to 65535")
-    return ListenerAddress(match[2].strip("[]"), port, scheme == "https")
+    return ListenerAddress(match[2].strip("[]"), port, scheme)
 
 
 # ---- keys
@@ -212,7 +195,7 @@ class ListenerConfig(Struct, frozen=True):
     def open(self) -> bool:
         """Whether any program of this machine may call, and therefore any web page in its browsers."""
         addresses = [self.properties.address(group) for group in self.groups]
-        local = all(is_loopback(address.host) and not address.path for address in addresses)
+        local = all(is_loopback(address.host) and not address.unix for address in addresses)
         return self.properties.disable_token_authorization and local
 
 

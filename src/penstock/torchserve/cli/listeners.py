@@ -20,7 +20,7 @@ from penstock.serving.http.auth import make_ssl_context, replace_ssl_context
 from penstock.serving.http.descriptors import share_connections
 from penstock.serving.http.server import HttpServer
 from penstock.torchserve.admin.startup import ServerComponents
-from penstock.torchserve.config import GrpcAddress, ListenerAddress, ListenerConfig, Properties
+from penstock.torchserve.config import ListenerAddress, ListenerConfig, Properties
 from penstock.torchserve.http.listener import Scrape, make_listener
 from penstock.torchserve.protocol.api import Group
 
@@ -46,7 +46,7 @@ def http_addresses(properties: Properties) -> list[tuple[ListenerAddress, set[Gr
         if group == "metrics" and not properties.enable_metrics_api:
             continue
         address = properties.address(group)
-        same = [groups for other, groups in found if other == address and (address.port or address.path)]
+        same = [groups for other, groups in found if other == address and (address.port or address.unix)]
         if same:
             same[0].add(group)
         else:
@@ -57,11 +57,10 @@ def http_addresses(properties: Properties) -> list[tuple[ListenerAddress, set[Gr
     return found
 
 
-def grpc_addresses(properties: Properties) -> list[GrpcAddress]:
-    return [
-        GrpcAddress(group, getattr(properties, f"grpc_{group}_address"), getattr(properties, f"grpc_{group}_port"))
-        for group in GRPC_GROUPS
-    ]
+def grpc_addresses(properties: Properties) -> list[ListenerAddress]:
+    """The gRPC listeners of GRPC_GROUPS."""
+    keys = ((f"grpc_{group}_address", f"grpc_{group}_port") for group in GRPC_GROUPS)
+    return [ListenerAddress(getattr(properties, host), getattr(properties, port), "grpc") for host, port in keys]
 
 
 def limits_of(properties: Properties) -> LimitsConfig:
@@ -99,18 +98,20 @@ class Listeners:
                 components.administrator,
                 ListenerConfig(frozenset(groups), properties),
                 structs.replace(self._limits, max_connections=max_connections),
-                ssl=self._context if address.tls else None,
+                ssl=self._context if address.scheme == "https" else None,
                 scrape=scrape,
             )
-            bound = await _start_http(listener, address, min(groups, key=GROUPS.index))
+            names = sorted(groups, key=GROUPS.index)
+            host, port = await listener.start(address.host, address.port, f"{names[0]}_address")
+            bound = structs.replace(address, host=host, port=port)
             self.running.append(listener)
-            for group in sorted(groups, key=GROUPS.index):
+            for group in names:
                 log.info("%s API bind to: %s", group.capitalize(), bound)
                 self.urls[group] = str(bound)
-        for grpc_listener, at in grpc_listeners(components, self._limits, (most, aside), lambda: self._tls):
+        for grpc_listener, group, at in grpc_listeners(components, self._limits, (most, aside), lambda: self._tls):
             self.running.append(grpc_listener)
-            port = await grpc_listener.start(at.host, at.port, f"grpc_{at.group}_{'address' if at.path else 'port'}")
-            log.info("%s gRPC API bind to: %s", at.group.capitalize(), structs.replace(at, port=port))
+            port = await grpc_listener.start(at.host, at.port, f"grpc_{group}_{'address' if at.unix else 'port'}")
+            log.info("%s gRPC API bind to: %s", group.capitalize(), structs.replace(at, port=port))
 
     def reload_tls(self) -> None:
         """Uses the changed certificate for new connections. Raises ConfigError; then nothing changes."""
@@ -139,22 +140,12 @@ class Listeners:
         return self._tls.context()
 
 
-async def _start_http(listener: HttpServer, address: ListenerAddress, group: Group) -> ListenerAddress:
-    """The bound address. Raises ConfigError."""
-    key = f"{group}_address"
-    if address.path:
-        await listener.start_unix(address.path, key)
-        return address
-    host, port = await listener.start(address.host, address.port, key)
-    return structs.replace(address, host=host, port=port)
-
-
 def grpc_listeners(
     components: ServerComponents, limits: LimitsConfig, shares: tuple[int, int], tls_files: Callable[[], TlsFiles]
-) -> Iterable[tuple[GrpcListener, GrpcAddress]]:
-    """Yields the gRPC listeners, not yet started. Without hpack, logs a warning and yields none. Raises ConfigError.
+) -> Iterable[tuple[GrpcListener, Group, ListenerAddress]]:
+    """Yields the gRPC listeners, not yet started, with their groups and addresses; none, and a warning, without hpack.
 
-    `shares` are the connections of the inference port and of the management port.
+    `shares` are the connections of the inference port and of the management port. Raises ConfigError.
     """
     try:
         from penstock.serving.grpc.listener import GrpcLimits
@@ -163,15 +154,15 @@ def grpc_listeners(
         log.warning("event=no_grpc missing=%s consequence=http_only hint=%s", error.name, install_hint("grpc"))
         return
     properties = components.properties
-    for address, share in zip(grpc_addresses(properties), shares, strict=True):
+    for group, address, share in zip(GRPC_GROUPS, grpc_addresses(properties), shares, strict=True):
         bounds = GrpcLimits(
             structs.replace(limits, max_connections=share),
-            getattr(properties, f"grpc_{address.group}_max_connection_age_ms"),
-            getattr(properties, f"grpc_{address.group}_max_connection_age_grace_ms"),
+            getattr(properties, f"grpc_{group}_max_connection_age_ms"),
+            getattr(properties, f"grpc_{group}_max_connection_age_grace_ms"),
         )
-        config = ListenerConfig(frozenset({address.group}), properties)
+        config = ListenerConfig(frozenset({group}), properties)
         tls = tls_files().context() if properties.enable_grpc_ssl else None
-        yield make_grpc_listener(components.backend, components.administrator, config, bounds, tls), address
+        yield make_grpc_listener(components.backend, components.administrator, config, bounds, tls), group, address
 
 
 # ---- TLS: PEM files, a PKCS12 keystore, or a generated self-signed certificate

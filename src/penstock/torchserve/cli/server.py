@@ -25,7 +25,7 @@ from penstock.torchserve.cli.listeners import Listeners, grpc_addresses, http_ad
 from penstock.torchserve.cli.logs import ServerLogs
 from penstock.torchserve.cli.pid_file import pid_path, remove_own
 from penstock.torchserve.cli.torchserve import ServerOptions, parser, resolve_options
-from penstock.torchserve.config import GrpcAddress, ListenerAddress, Properties
+from penstock.torchserve.config import ListenerAddress, Properties
 from penstock.torchserve.metrics.families import default_config, read_config
 from penstock.torchserve.metrics.observer import FrontendCounts, MetricsOptions, TorchServeMetrics
 from penstock.torchserve.metrics.system import measure_of, watch
@@ -151,11 +151,8 @@ class TorchServe:
         self._print_line(STOPPED)
 
 
-def _addresses(properties: Properties) -> list[ListenerAddress | GrpcAddress]:
-    """The addresses that are not Unix sockets."""
-    http = [address for address, _ in http_addresses(properties)]
-    found: list[ListenerAddress | GrpcAddress] = [*http, *grpc_addresses(properties)]
-    return [address for address in found if not address.path]
+def _addresses(properties: Properties) -> list[ListenerAddress]:
+    return [*(address for address, _ in http_addresses(properties)), *grpc_addresses(properties)]
 
 
 def _warn_public(properties: Properties) -> None:

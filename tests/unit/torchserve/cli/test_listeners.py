@@ -21,7 +21,6 @@ from penstock.errors import ConfigError
 from penstock.torchserve.admin.startup import ServerComponents
 from penstock.torchserve.cli.listeners import (
     GROUPS,
-    GrpcAddress,
     Listeners,
     TlsFiles,
     grpc_addresses,
@@ -59,23 +58,23 @@ def listeners(properties: Properties) -> list[Any]:
 
 
 def test_inference_and_management_have_a_grpc_listener_each():
-    assert [address for _, address in listeners(Properties())] == [
-        GrpcAddress("inference", "127.0.0.1", 7070),
-        GrpcAddress("management", "127.0.0.1", 7071),
+    assert [(group, address) for _, group, address in listeners(Properties())] == [
+        ("inference", ListenerAddress("127.0.0.1", 7070, "grpc")),
+        ("management", ListenerAddress("127.0.0.1", 7071, "grpc")),
     ]
 
 
 @pytest.mark.parametrize(
-    ("host", "shown", "path"),
+    ("host", "shown", "unix"),
     [
-        ("127.0.0.1", "grpc://127.0.0.1:7070", ""),
-        ("::1", "grpc://[::1]:7070", ""),
-        ("unix:/run/s", "unix:/run/s", "/run/s"),
+        ("127.0.0.1", "grpc://127.0.0.1:7070", False),
+        ("::1", "grpc://[::1]:7070", False),
+        ("unix:/run/s", "unix:/run/s", True),
     ],
 )
-def test_an_address_is_shown_as_clients_use_it(host, shown, path):
+def test_an_address_is_shown_as_clients_use_it(host, shown, unix):
     address = grpc_addresses(Properties(grpc_inference_address=host))[0]
-    assert (str(address), address.path) == (shown, path)
+    assert (str(address), address.unix) == (shown, unix)
 
 
 async def test_tls_needs_matching_files(tmp_path):

@@ -292,14 +292,14 @@ def test_folders_of_logs_come_from_the_environment() -> None:
     ("group", "text", "address"),
     [
         ("inference", "http://127.0.0.1:8080", ListenerAddress("127.0.0.1", 8080)),
-        ("inference", "https://0.0.0.0", ListenerAddress("0.0.0.0", 443, True)),
-        ("management", "https://localhost", ListenerAddress("localhost", 8444, True)),
-        ("metrics", "HTTPS://localhost/", ListenerAddress("localhost", 8445, True)),
+        ("inference", "https://0.0.0.0", ListenerAddress("0.0.0.0", 443, "https")),
+        ("management", "https://localhost", ListenerAddress("localhost", 8444, "https")),
+        ("metrics", "HTTPS://localhost/", ListenerAddress("localhost", 8445, "https")),
         ("inference", "http://localhost", ListenerAddress("localhost", 80)),
         ("management", "localhost", ListenerAddress("localhost", 8081)),
         ("metrics", "http://[::1]:9", ListenerAddress("::1", 9)),
-        ("inference", "unix:/tmp/a.sock", ListenerAddress(path="/tmp/a.sock")),
-        ("inference", "unix:///tmp/a.sock", ListenerAddress(path="/tmp/a.sock")),
+        ("inference", "unix:/tmp/a.sock", ListenerAddress("unix:/tmp/a.sock")),
+        ("inference", "unix:///tmp/a.sock", ListenerAddress("unix:/tmp/a.sock")),
     ],
 )
 def test_an_address_is_parsed(group: str, text: str, address: ListenerAddress) -> None:
