@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +21,9 @@ import pytest
 STEPS = """
 import os
 import time
+
+import numpy as np
+
 
 def work(data):
     time.sleep(0.002)
@@ -43,6 +48,19 @@ def slow(data):
 def nap(data):
     time.sleep(data)
     return data
+
+
+def split(data):
+    return [np.full(20_000, data + i, np.int64) for i in range(4)]
+
+
+def part(data):
+    time.sleep(0.001)
+    return data + 1
+
+
+def total(data):
+    return [int(part[0] if (part == part[0]).all() else -1) for part in data]
 """
 
 NAPS = """
@@ -65,6 +83,24 @@ instance_num = 2
 run_timeout_s = 0.5
 """
 
+PARTS = """
+[split]
+backend = "Python[steps.py:split]"
+processes = 2
+next = "each"
+[each]
+backend = "Identity"
+each = "result"
+body = "part"
+next = "sum"
+[part]
+backend = "Python[steps.py:part]"
+processes = 2
+[sum]
+backend = "Python[steps.py:total]"
+processes = 2
+"""
+
 SLOW_END = """
 [pipeline]
 in_flight = 16
@@ -81,6 +117,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "steps.py").write_text(STEPS)
     (tmp_path / "chain.toml").write_text(CHAIN)
     (tmp_path / "end.toml").write_text(SLOW_END)
+    (tmp_path / "parts.toml").write_text(PARTS)
     (tmp_path / "naps.toml").write_text(NAPS)
     return tmp_path
 
@@ -106,6 +143,41 @@ async def test_killed_workers_lose_no_request(
     assert set(crowd.statuses) == {200}
     assert crowd.statuses.total() == len(crowd.asked)
     assert server.metric("penstock_worker_events_total", state="died") == kills
+
+
+async def test_processes_of_nodes_that_are_killed_under_fan_out_lose_and_mix_nothing(
+    guarded: Callable[..., Any], chaos: SimpleNamespace, folder: Path
+) -> None:
+    server = guarded(None, "parts.toml")
+    (worker,) = psutil.Process(server.process.pid).children()
+    killed: set[int] = set()
+    wrong: list[Any] = []
+    died = 0  # items that were in two deaths
+
+    async def client(first: int) -> None:
+        nonlocal died
+        value = first
+        while len(killed) < kills or value < first + 500:
+            found = await ask(chaos, server, value, "parts")
+            if found[0] != 200 and found[1]["error"]["code"] == "worker_died":
+                died += 1
+            elif found != (200, [value + i + 1 for i in range(4)]):
+                wrong.append((value, found))
+            value += 10
+
+    async def kill() -> None:
+        while len(killed) < kills:
+            await asyncio.sleep(0.3)
+            pid = random.choice([p.pid for p in worker.children() if p.pid not in killed])
+            os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
+
+    kills = chaos.count(6, 60)
+    await asyncio.gather(kill(), *(client(1000 * i) for i in range(8)))
+    assert wrong == []
+    assert died < kills / 2
+    assert worker.is_running()
+    await chaos.until(lambda: len(worker.children()) == 6)
 
 
 async def test_an_item_that_kills_its_process_fails_alone(

@@ -28,6 +28,7 @@ from penstock.pipeline.graph import (
 from penstock.pipeline.lower import checked, op_class
 from penstock.pipeline.notation import TomlSource
 from penstock.pipeline.ops.base import DATA, RESULT
+from penstock.pipeline.ops.catalog import registered
 
 
 def check(graph: Graph, source: TomlSource | None = None) -> None:
@@ -55,6 +56,16 @@ def _check_steps(node: Node, source: TomlSource) -> None:
             checked(step.op, step.params)
         except ConfigError as e:
             raise source.error(node.name, "", e.message) from None
+        if node.processes and (why := _unknown_elsewhere(step)):
+            text = f"{why}, which other processes do not have; set instances instead"
+            raise source.error(node.name, "processes", text)
+
+
+def _unknown_elsewhere(step: NodeStep) -> str:
+    """What a step needs of this program; "" if nothing."""
+    if any("<locals>" in op.__qualname__ for op in registered([step.op]).values()):
+        return f"the op {step.op} is a class in a function"
+    return f"the filter {step.filter} is registered in this program" if filters.may_skip_others(step.filter) else ""
 
 
 # ---- structure

@@ -11,8 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from penstock.core.wire.lending import find
-from penstock.core.wire.messages import LARGE_BYTES
+from penstock.core.wire.lending import LENT_BYTES, find
 from penstock.core.wire.objects import picklable, read_error, write_error
 from penstock.errors import PenstockError
 from penstock.pipeline.ops.base import DATA, Fields
@@ -51,24 +50,24 @@ class Visit:
 class Returned:
     """What a node in a worker process found for a visit; it arrives as `Arrived`."""
 
-    __slots__ = ("_found", "_given", "fields")
+    __slots__ = ("_found", "_own", "fields")
 
-    def __init__(self, found: tuple[Any, ...], given: Fields) -> None:
-        """`found`: fields and stamp of the node, then of each further node, or a final error. `given`: of the visit."""
-        self._found, self._given = found, given
+    def __init__(self, found: tuple[Any, ...], own: Mapping[int, tuple[str, Any]]) -> None:
+        """`found`: fields and stamp of the node, then of each further node, or a final error. `own`: what `fixed` gave
+        for the visit's fields before."""
+        self._found, self._own = found, own
         self.fields = {k: v for part in found if isinstance(part, dict) for k, v in part.items()}
 
     def __reduce__(self) -> tuple[object, ...]:
-        own = {id(value): name for name, value in self._given.items() if _is_fixed(value)}
-        return Arrived, ([self._part(part, own) for part in self._found],)
+        return Arrived, ([self._part(part, self._own) for part in self._found],)
 
     @staticmethod
-    def _part(part: Any, own: Mapping[int, str]) -> Any:
+    def _part(part: Any, own: Mapping[int, tuple[str, Any]]) -> Any:
         if isinstance(part, BatchStamp):
             return part.batch_id, part.size, part.start_s, part.run_s
         if isinstance(part, PenstockError):
             return write_error(part)
-        kept = {name: own[id(value)] for name, value in part.items() if id(value) in own}
+        kept = {k: own[id(v)][0] for k, v in part.items() if id(v) in own and own[id(v)][1] == _layout(v)}
         return _sent({name: value for name, value in part.items() if name not in kept}), kept
 
 
@@ -101,9 +100,19 @@ def _sent(fields: Fields) -> Fields:
     return {name: picklable(value) for name, value in fields.items()}
 
 
+def fixed(fields: Fields) -> dict[int, tuple[str, Any]]:
+    """Name and layout, by id, of the values that the pipeline has too after ops have run."""
+    return {id(value): (name, _layout(value)) for name, value in fields.items() if _is_fixed(value)}
+
+
+def _layout(value: Any) -> Any:
+    """What an op can change of an array whose memory it does not change."""
+    return (value.shape, value.strides, value.dtype) if hasattr(value, "setflags") else None
+
+
 def _is_fixed(value: Any) -> bool:
     """Whether no op can have changed a value that the pipeline has too."""
     if hasattr(value, "setflags"):
-        borrowed = value.nbytes > LARGE_BYTES and value.flags.c_contiguous and find(value) is not None
+        borrowed = value.nbytes > LENT_BYTES and value.flags.c_contiguous and find(value) is not None
         return borrowed or not value.flags.writeable  # changes of what the pipeline has lent are changes of its own
     return type(value) in FIXED

@@ -36,7 +36,7 @@ from penstock.pipeline import filters
 from penstock.pipeline.collate import PadTo
 from penstock.pipeline.filters import Filter
 from penstock.pipeline.graph import AUTO, Graph, Node
-from penstock.pipeline.handover import BatchStamp, Returned, Visit
+from penstock.pipeline.handover import BatchStamp, Returned, Visit, fixed
 from penstock.pipeline.lower import files_of
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import DATA, RESULT, BatchOp, Fields, ItemOp, Op, make_op
@@ -153,11 +153,11 @@ class NodeModel:
 
         In a worker process, `Returned` are in place of the tuples.
         """
-        out = self._run_ops(visits)
         if not self._node.processes:
-            return out
-        both = zip(out, visits, strict=True)
-        return [Returned(found, visit.fields) if type(found) is tuple else found for found, visit in both]
+            return self._run_ops(visits)
+        own = [fixed(visit.fields) for visit in visits]
+        both = zip(self._run_ops(visits), own, strict=True)
+        return [Returned(found, given) if type(found) is tuple else found for found, given in both]
 
     def _run_ops(self, visits: list[Visit]) -> list[Any]:
         stamp = BatchStamp(next(self._shared.ids), len(visits), time.monotonic())

@@ -16,6 +16,8 @@ import pytest
 from penstock.core.wire.lending import Lender, find
 from penstock.core.wire.messages import MessageWriter
 from penstock.errors import ConfigError, LoadFailed
+from penstock.pipeline import filters
+from penstock.pipeline.check import check
 from penstock.pipeline.graph import NodeStep
 from penstock.pipeline.load import parse_graph
 from penstock.pipeline.ops import catalog
@@ -43,6 +45,11 @@ def image(data):
 
 def invert(data):
     data ^= 255
+    return data
+
+
+def reshape(data):
+    data.shape = (400, 300, 3)
     return data
 
 
@@ -153,6 +160,8 @@ async def test_ops_change_arrays_in_place_as_in_threads(stage, op) -> None:
     s = await stage({"a": (op("image"), "b", ONE), "b": (op("invert"), "c", ONE), "c": op("invert")})
     (image,) = await s.results(5)
     assert (image == 5).all()
+    s = await stage({"a": (op("image"), "b", ONE), "b": (op("reshape"), ONE)})
+    assert (await s.results(5))[0].shape == (400, 300, 3)
     s = await stage({"a": (op("image"), "b c", ONE), "b": ("Identity", ONE), "c": (op("invert"), ONE)})
     assert await s.results(5) == ["item_failed"], "several nodes have it, so it is read-only"
 
@@ -260,7 +269,7 @@ async def test_processes_that_are_killed_lose_no_item(stage, op) -> None:
         assert [int(image[0, 0, 0]) for image in found] == list(range(4))
 
 
-async def test_registered_ops_reach_the_process(stage) -> None:
+async def test_registered_ops_reach_the_process(stage, make_graph, monkeypatch) -> None:
     catalog.register("Doubled", Doubled)
     s = await stage({"a": ("Doubled", TWO)})
     assert await s.results(1, 2) == [2, 4]
@@ -269,8 +278,14 @@ async def test_registered_ops_reach_the_process(stage) -> None:
         pass
 
     catalog.register("Local", Local)
+    graph = make_graph({"a": ("Local", TWO)})
+    with pytest.raises(ConfigError, match=r"\[a\] processes: the op Local is a class in a function, which other"):
+        check(graph)
     with pytest.raises(LoadFailed, match="cannot be sent to a worker process"):
-        await stage({"a": ("Local", TWO)})
+        await stage(graph)
+    monkeypatch.setitem(filters._registered, "here", lambda params: lambda fields: "run")
+    with pytest.raises(ConfigError, match="processes: the filter here is registered in this program, which other"):
+        check(make_graph({"a": (NodeStep("Identity", {}, "here"), TWO)}))
 
 
 @pytest.mark.parametrize(
