@@ -169,11 +169,13 @@ _BOX, _LINE, _GAP_X, _GAP_Y = 240, 18, 40, 50  # pixels of a box, of a line of t
 
 
 class NodeLoad(Struct, frozen=True):
-    """What a node of a running server does: items that wait, mean items of a batch, and its busy instances."""
+    """What a node of a running server does: items that wait, mean items of a batch, and its busy instances among
+    those that are up."""
 
     queue: float
     batch: float | None
     busy: float
+    instances: float = 0.0
 
 
 # ---- numbers of a server
@@ -192,6 +194,7 @@ def read_loads(before: str, after: str, seconds: float, model: str) -> dict[str,
             new["pipeline_queue_items", (node, "")],
             sum(int(size) * count for size, count in sizes.items()) / batches if batches > 0 else None,
             max(0.0, ran_s / seconds),
+            new["pipeline_instances", (node, "")],
         )
     return loads
 
@@ -217,7 +220,7 @@ def _lines(graph: Graph, name: str, loads: Mapping[str, NodeLoad]) -> list[str]:
         lines.append(shorten(f"when {node.when}", 36))
     if (load := loads.get(node.alias_of or name)) is not None:
         batch = "no batch" if load.batch is None else f"batch {load.batch:.1f}"
-        lines.append(f"queue {load.queue:g}, {batch}, busy {load.busy:.2f} of {node.instances}")
+        lines.append(f"queue {load.queue:g}, {batch}, busy {load.busy:.2f} of {load.instances or node.instances:g}")
     return lines
 
 

@@ -285,6 +285,7 @@ class NodeMeter(Observer):
         metrics.timings("pipeline_run", self._runs_s, node=node)
         metrics.gauge("pipeline_queue_items", self._engine.queued_rows, node=node)
         metrics.gauge("pipeline_running_items", self._engine.running_rows, node=node)
+        metrics.gauge("pipeline_instances", self._engine.handle.instances.up, node=node)
         self._items, self._sizes = Counter(), Counter()
         self._waits_s, self._runs_s = [], []
 

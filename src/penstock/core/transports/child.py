@@ -21,8 +21,9 @@ from typing import NoReturn
 
 from penstock.core.transports.concurrent import ConcurrentBatches
 from penstock.core.transports.turns import Turns
-from penstock.core.wire.lending import Region
+from penstock.core.wire.lending import LENT_BYTES, Region
 from penstock.core.wire.messages import (
+    LARGE_BYTES,
     PREDICTED,
     AbandonBatch,
     Buffer,
@@ -185,6 +186,7 @@ class Worker:
         self._predicted = predicted
         self._replies = replies
         self._held = HeldSlabs()
+        self._large_bytes = LARGE_BYTES
         self._inbox = Inbox(sock, pool)
         self._finisher: Finisher[Finishing] | None = None
         self._runner: BatchRunner | None = None
@@ -195,7 +197,8 @@ class Worker:
         hello = inbox.hello()
         threading.Thread(target=inbox.read, name="penstock-reader", daemon=True).start()
         try:
-            self._runner, ready = _open(hello)
+            self._runner, ready, lends = _open(hello)
+            self._large_bytes = LENT_BYTES if lends else LARGE_BYTES
             inbox.runner = self._runner
         except PenstockError as e:
             error = e if isinstance(e, (LoadFailed, TargetNotFound)) else LoadFailed(e.message, detail=e.detail)
@@ -284,12 +287,12 @@ class Worker:
         self._inbox.turns.give()  # the parent may abandon the stream
         if self._inbox.abandoned == run.id:
             raise Cancelled("the caller no longer waits for this stream")
-        outbox = MessageWriter(self._replies)
+        outbox = MessageWriter(self._replies, self._large_bytes)
         outbox.results(run.items, part.results)
         self._send(self._pack(PartMessage(part, [], []), outbox))
 
     def _answer(self, run: RunBatch, leases: list[Lease], part: BatchPart) -> None:
-        outbox = MessageWriter(self._replies)
+        outbox = MessageWriter(self._replies, self._large_bytes)
         outbox.results(run.items, part.results)
         held: list[int] = []
         let_go: list[int] = []
@@ -330,14 +333,14 @@ class Worker:
             _end(0)  # the parent is gone
 
 
-def _open(hello: Frame) -> tuple[BatchRunner, Ready]:
-    """Loads the target of the first message."""
+def _open(hello: Frame) -> tuple[BatchRunner, Ready, bool]:
+    """Loads the target of the first message. The last value: `lends` of its spec."""
     paths, device, shown_device, files, main = pickle.loads(hello.head)  # from our own parent
     sys.path[:] = [each for path in paths for each in (sys.path if path is None else (path,))]
     spec = unpack_spec(hello.buffers[0], files, main)
     if spec.log_level:
         forward(spec.log_level)
-    return open_model(spec, device, shown_device)
+    return *open_model(spec, device, shown_device), spec.lends
 
 
 def unpack_spec(data: Buffer, files: Sequence[tuple[str, str]], main: str) -> WorkerSpec:

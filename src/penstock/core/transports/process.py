@@ -16,14 +16,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from itertools import islice
+from typing import Any
 
 from penstock.core.contracts import TransportListener
 from penstock.core.os_threads import usable_cores
 from penstock.core.transports.launch import Child, PackedSpec, launch, pack_spec
 from penstock.core.transports.output import Output
 from penstock.core.transports.slot import Sent, SlotTransport, WorkerSlot, unpin, within
-from penstock.core.wire.lending import Lender
+from penstock.core.wire.lending import LENT_BYTES, Lender
 from penstock.core.wire.messages import (
+    LARGE_BYTES,
     PREDICTED,
     AbandonBatch,
     Buffer,
@@ -241,7 +243,7 @@ class ProcessTransport(PackingTransport):
     """One worker process per slot."""
 
     def _make(self, number: int, device: str) -> WorkerSlot:
-        return ProcessSlot(self, self._spec, number, device, self._pool, self._reply_bytes)
+        return _ProcessSlot(self, self._spec, number, device, self._pool, self._reply_bytes)
 
     async def start(self, listener: TransportListener) -> None:
         """See `Transport.start`. Raises LoadFailed when the target cannot be sent to another process."""
@@ -249,10 +251,8 @@ class ProcessTransport(PackingTransport):
         await super().start(listener)
 
 
-class ProcessSlot(WorkerSlot):
+class _ProcessSlot(WorkerSlot):
     """One place for a worker process."""
-
-    lends = False  # see LendingTransport
 
     def __init__(
         self,
@@ -370,7 +370,7 @@ class ProcessSlot(WorkerSlot):
     # ---- batches
 
     def submit(self, batch: Batch) -> list[Slab] | BatchPart:
-        outbox = MessageWriter(self._pool, self.lends)
+        outbox = MessageWriter(self._pool, LENT_BYTES if self.spec.lends else LARGE_BYTES, lends=self.spec.lends)
         try:
             items = outbox.items(batch.items, self.spec.wants_headers, self.asks_requests)
             pieces = write(RunBatch(batch.id, items, self._free), outbox.buffers)
@@ -419,7 +419,7 @@ class ProcessSlot(WorkerSlot):
         unpickle(part.results)
         if part.final and (sent.slabs or message.let_go):
             self._let_go(sent, message)
-        if self._free and (not self.sent or len(self._free) > MAX_FREE):
+        if self._free and (len(self._free) > MAX_FREE or not (self.sent or self.spec.lends)):
             self._channel.send(write(FreeReplies(self._free)))
             self._free = []
         self.deliver(sent.on_part, part)
@@ -448,14 +448,17 @@ class LendingTransport(ProcessTransport):
     """Worker processes whose results of Python objects stay in their memory, and are not copied, until the last
     reference to them is gone. Another worker of such a transport that receives one reads it there."""
 
+    def __init__(self, spec: WorkerSpec, *args: Any, **keys: Any) -> None:
+        spec.lends = True
+        super().__init__(spec, *args, **keys)
+
     def _make(self, number: int, device: str) -> WorkerSlot:
         return _LendingSlot(self, self._spec, number, device, self._pool, self._reply_bytes)
 
 
-class _LendingSlot(ProcessSlot):
+class _LendingSlot(_ProcessSlot):
     """One place for a worker process that lends its results, and reads in place what other processes have lent."""
 
-    lends = True
     _lender: Lender | None = None
 
     def launch(self) -> None:

@@ -17,6 +17,9 @@ from typing import Any
 
 from penstock.core.wire.slabs import Slab, lease
 
+LENT_BYTES = 16 * 2**10
+"""Larger objects are in shared memory. A choice: smaller ones are copied in less time than memory is found for them."""
+
 _serials = itertools.count(1)
 _regions: list[Region] = []  # that this process maps and knows
 

@@ -228,12 +228,12 @@ class Unsent:
 class MessageWriter:
     """The payloads of a message being written, with their slabs and buffers."""
 
-    __slots__ = ("_lends", "_pool", "buffers", "given", "slabs")
+    __slots__ = ("_large_bytes", "_lends", "_pool", "buffers", "given", "slabs")
 
-    def __init__(self, pool: SlabPool | None, lends: bool = False) -> None:
-        """`lends`: objects in memory that the receiver can map are not copied; see `lending.py`."""
-        self._pool = pool
-        self._lends = lends
+    def __init__(self, pool: SlabPool | None, large_bytes: int = LARGE_BYTES, *, lends: bool = False) -> None:
+        """Payloads above `large_bytes` are put into the pool. `lends`: objects in memory that the receiver can map are
+        not copied; see `lending.py`."""
+        self._pool, self._large_bytes, self._lends = pool, large_bytes, lends
         self.buffers: list[Buffer] = []
         self.slabs: list[Slab] = []  # created for this message: its sender frees them
         self.given: list[Slab] = []  # payloads of its items
@@ -241,7 +241,7 @@ class MessageWriter:
     def put(self, data: Buffer) -> Any:
         """The form of `data` in the head."""
         size = data.nbytes if isinstance(data, memoryview) else len(data)
-        if size <= LARGE_BYTES:
+        if size <= self._large_bytes:
             return bytes(data) if isinstance(data, memoryview) else data
         slab = self._pool.allocate(size) if self._pool is not None and size <= self._pool.capacity_bytes else None
         if slab is not None:
@@ -258,11 +258,11 @@ class MessageWriter:
     def put_object(self, value: object) -> Ext:
         """The form of a Python object in the head. Raises the errors of pickle."""
         large: list[memoryview] = []
-        return self.put_pickled(dumps(value, partial(in_band, large)), large)
+        return self.put_pickled(dumps(value, partial(in_band, large, most=self._large_bytes)), large)
 
     def put_pickled(self, data: Buffer, large: Sequence[Buffer]) -> Ext:
         """The form of a pickled object with its large buffers in the head."""
-        if not large and len(data) <= LARGE_BYTES:
+        if not large and len(data) <= self._large_bytes:
             return Ext(_PICKLE, bytes(data))
         return Ext(_PICKLE_PARTS, _encoder.encode([self.put(data), [self._put_memory(raw) for raw in large]]))
 
@@ -403,10 +403,10 @@ def sendable(part: BatchPart, why: Exception) -> None:
             part.results[i] = ItemResult(error=BadOutput("the model's answer cannot be sent", detail=repr(why)))
 
 
-def in_band(large: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
+def in_band(large: list[memoryview], buffer: pickle.PickleBuffer, most: int = LARGE_BYTES) -> bool:
     """Whether pickle copies this memory into its result; otherwise adds it to `large`."""
     raw = buffer.raw()
-    if raw.nbytes > LARGE_BYTES:
+    if raw.nbytes > most:
         large.append(raw)
         return False
     return True
