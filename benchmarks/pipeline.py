@@ -2,8 +2,9 @@
 
 `examples/resnet50_pipeline` in three versions: the usual service (TorchPipe's published baseline: a thread per
 client, one model behind a lock), the same without the lock, and the published TOML under `penstock serve`. All speak
-Thrift; the client is the one of the example and runs on the same cores. `bare loop` is not a server: it decodes, and
-runs the model on prepared tensors, in as many threads as there are cores. It shows what the machine could do.
+Thrift; the client is the one of the example and runs on the same cores. `processes`: the same TOML with as
+many processes as cores in place of the threads that prepare images. `bare loop` is not a server: it decodes, and runs
+the model on prepared tensors, in as many threads as there are cores. It shows what the machine could do.
 
 `--only small,resnet50` selects networks: small (a MobileNetV1 at 128 pixels: mostly decoding), mobilenet (MobileNetV2
 at 224), resnet50. `--gpu` puts the model on a GPU.
@@ -50,6 +51,7 @@ def compare(net: str, options: argparse.Namespace, report: harness.Report) -> No
         parallel = stack.enter_context(servers.naive(net, options, "--parallel"))
         pipeline = stack.enter_context(servers.pipeline(published))
         reduced = stack.enter_context(servers.pipeline(scaled))
+        apart = stack.enter_context(servers.pipeline(stack.enter_context(servers.written(toml(processes=True)))))
         for clients in options.clients:
             seconds = options.seconds * (SLOW if net == "resnet50" and clients >= 10 and not options.gpu else 1)
             contenders: Contenders = {
@@ -58,6 +60,7 @@ def compare(net: str, options: argparse.Namespace, report: harness.Report) -> No
             }
             if clients in ALL_AT[net]:
                 contenders["naive, parallel"] = functools.partial(parallel.run, clients, seconds)
+                contenders["pipeline, processes"] = functools.partial(apart.run, clients, seconds)
                 contenders["pipeline, scaled decode"] = functools.partial(reduced.run, clients, seconds)
                 if not options.gpu:
                     contenders["bare loop"] = bare(net, seconds)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -93,10 +95,13 @@ def written(text: str) -> Iterator[Path]:
         yield path
 
 
-def variant(net: str, *, scaled: bool = False, gpu: bool = False) -> str:
+def variant(net: str, *, scaled: bool = False, processes: bool = False, gpu: bool = False) -> str:
     """The example's TOML of a network, with absolute paths."""
     text = (EXAMPLE / f"{net}.toml").read_text()
     text = text.replace(f'"{net}.onnx"', f'"{EXAMPLE / net}.onnx"').replace(f'"{net}.trt"', f'"{EXAMPLE / net}.trt"')
     if scaled:
         text = text.replace('"DecodeMat"', f'"DecodeMat(scale_h={SCALED[net]}, scale_w={SCALED[net]})"')
+    if processes:  # the two nodes before the model
+        count = len(os.sched_getaffinity(0))
+        text = re.sub(r"^(\[cpu_\w+\])$", rf"\1\nprocesses = {count}", text, flags=re.MULTILINE)
     return text.replace("max = 4", f'max = 4\ndevice = "{"cuda:0" if gpu else "cpu"}"')

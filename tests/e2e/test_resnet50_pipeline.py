@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ import numpy as np
 import pytest
 
 from penstock.core.worker.tensor_model import ANY_ROWS
+from penstock.pipeline.check import check_structure
+from penstock.pipeline.load import load_graph, parse_graph
+from penstock.pipeline.local import LocalPipeline
+from penstock.pipeline.notation import TomlSource
 from penstock.runtimes.onnx import OnnxProgram, open_session
 
 pytest.importorskip("cv2")
@@ -79,6 +84,21 @@ def test_the_readme_says_the_two_commands() -> None:
     lines = [line.strip().split("  ")[0] for line in (EXAMPLE / "README.md").read_text().splitlines()]
     assert "python main_pipeline.py" in lines
     assert "python client_qps.py" in lines
+
+
+def test_processes_give_the_tensors_of_threads(folder: Path) -> None:
+    text = (folder / "processes.toml").read_text()
+    start, _ = text.split("[resnet50]")
+    assert 'processes = "auto"' in start
+    prepare = start.replace('next = "resnet50"', "")
+    images = [path.read_bytes() for path in sorted((folder / "images").iterdir())]
+    results = []
+    for how in ("processes = 2", "instances = 2"):
+        graph = parse_graph(tomllib.loads(prepare.replace('processes = "auto"', how)), name="t", folder=str(folder))
+        with LocalPipeline(graph) as running:
+            results.append([o.fields["result"] for o in running.infer_many([{"data": image} for image in images])])
+    assert all((one == other).all() for one, other in zip(*results, strict=True))
+    check_structure(load_graph(folder / "processes.toml"), TomlSource("processes.toml"))
 
 
 def test_the_client_prints_the_rate_the_latencies_and_the_server_usage(folder: Path, pipeline: int) -> None:
