@@ -18,6 +18,7 @@ _COMMANDS = {
     "compare": "penstock.perf.bench.cli:compare",
     "config": "penstock.cli.serve:config",
     "demo": "penstock.cli.demo.command:demo",
+    "doctor": "penstock.cli.doctor:doctor",
     "gate": "penstock.perf.bench.cli:gate",
     "plan": "penstock.perf.cli:plan",
     "pipeline": "penstock.pipeline.cli:pipeline",

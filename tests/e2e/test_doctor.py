@@ -1,0 +1,111 @@
+"""`penstock doctor` beside real servers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.doctor import UNWELL, report
+
+SOURCE = """
+    def echo(items):
+        return items
+
+    def fails(items):
+        raise ValueError("always")
+"""
+
+
+def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock", "doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def server(serve_all: Callable[..., Any]) -> Any:
+    return serve_all(SOURCE, "echo", "fails")
+
+
+def test_a_healthy_server_is_0_and_one_with_errors_is_not(server: Any) -> None:
+    found = doctor(server.urls["metrics"])
+    assert (found.returncode, found.stderr) == (0, "")
+    verdict, _, heads, echo, fails, *events = found.stdout.splitlines()
+    assert verdict.startswith(f"{server.urls['metrics']}  HEALTHY: All 2 models answer")
+    assert heads.split()[:4] == ["MODEL", "VERSION", "STATE", "UP"]
+    assert (echo.split()[:4], fails.split()[0]) == (["echo", "1", "READY", "1/1"], "fails")
+    assert any(event.startswith("echo 1: ready") for event in events)
+    over = threading.Event()
+
+    def send() -> None:
+        while not over.is_set():
+            server.post("/predictions/fails", b"1")
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        for _ in range(60):
+            found = doctor(server.urls["metrics"], "--json")
+            if found.returncode == UNWELL:
+                break
+            time.sleep(0.5)
+    finally:
+        over.set()
+        thread.join()
+    view = json.loads(found.stdout)
+    assert (view["verdict"]["word"], view["verdict"]["model"]) == ("errors", "fails")
+    assert view["models"][1]["now"]["failed"] > 0
+
+
+def test_watch_goes_on_until_it_is_interrupted(server: Any) -> None:
+    command = [sys.executable, "-m", "penstock", "doctor", server.urls["metrics"], "--watch", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        views = [json.loads(watching.stdout.readline()) for _ in range(3)]
+        watching.send_signal(signal.SIGINT)
+    assert [len(view["models"]) for view in views] == [2, 2, 2]
+    assert views[0]["now_s"] < views[1]["now_s"] < views[2]["now_s"]
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://127.0.0.1:1", "does not answer"),
+        ("127.0.0.1:8082", "is not a valid address|expected http://HOST"),
+        ("inference", "answers with status 404 and application/json, expected the metrics listener"),
+    ],
+)
+def test_what_is_no_metrics_listener_is_said(server: Any, url: str, said: str) -> None:
+    found = doctor(server.urls.get(url, url))
+    assert found.returncode in (1, 2)
+    assert any(part in found.stderr for part in said.split("|")), found.stderr
+
+
+def test_it_gives_a_token(serve: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
+    server = serve(SOURCE, "app.py:echo", "--set", f"auth.metrics_token_file={tmp_path / 'token'}")
+    assert "requires a token: give --token-file" in doctor(server.urls["metrics"]).stderr
+    assert doctor(server.urls["metrics"], "--token-file", str(tmp_path / "token")).returncode == 0
+
+
+def test_names_cannot_command_the_terminal() -> None:
+    now = dict.fromkeys(("requests", "p50_s", "p99_s", "queue", "oldest_s", "rows", "busy", "failed", "rejected"), 0.0)
+    model = {"name": "\x1b[31m\nx", "version": "1", "state": "READY", "up": 1, "instances": 1, "batch": 8}
+    view = {
+        "verdict": {"word": "healthy", "text": "well"},
+        "models": [model | {"now": now, "slo_s": None, "memory_bytes": 0}],
+        "model_count": 1,
+        "events": [{"model": "\x1b[31m", "version": "1", "kind": "died", "text": ""}],
+    }
+    text = report(view, "http://x")
+    assert "\x1b" not in text
+    assert len(text.splitlines()) == 5
