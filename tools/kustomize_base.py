@@ -51,10 +51,10 @@ def base_files() -> dict[str, str]:
 
 
 def _without_helm(value: Any) -> Any:
-    """The object without labels and annotations that only a chart needs, and without empty values."""
+    """The object without labels and annotations that only a chart needs, and without empty values but volumes."""
     if isinstance(value, dict):
         kept = {k: _without_helm(v) for k, v in value.items() if k not in (*HELM_LABELS, "penstock/models")}
-        return {k: v for k, v in kept.items() if v not in ({}, [])}
+        return {k: v for k, v in kept.items() if v not in ({}, []) or k == "emptyDir"}
     return [_without_helm(each) for each in value] if isinstance(value, list) else value
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,19 +25,84 @@ from support.kubernetes import errors
 from support.pods import Load, Pod, survives_sigterm
 
 ROOT = Path(__file__).parents[2]
+TLS = ROOT / "tests" / "tls"
 KUSTOMIZE = ROOT / "deploy" / "kustomize"
+
+
+def merged(*values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of all: tables by key, lists one after the other."""
+    found: dict[str, Any] = {}
+    for key, value in ((key, each[key]) for each in values for key in each):
+        if isinstance(value, Mapping):
+            value = merged(found.get(key, {}), value)
+        elif isinstance(value, list):
+            value = [*found.get(key, ()), *value]
+        found[key] = value
+    return found
+
+
 KEDA = {"worker": {"prefix": "up", "autoscaling": {"mode": "keda", "minReplicas": 0, "requestsPerWorker": 2_000_000}}}
+SCALED = {"resources": {"requests": {"cpu": 2}}, "autoscaling": {"enabled": True, "queueWaitSeconds": 0.1}}
 NO_FILES = {"penstock.toml": None, "uppercase.py": None}
+SCRATCH = {"name": "scratch", "emptyDir": {}}
+PODS: dict[str, dict[str, Any]] = {  # values that servers and workers have alike
+    "init containers": {"initContainers": [{"name": "fetch", "image": "fetch", "command": ["fetch"]}]},
+    "extra volumes": {"extraVolumes": [SCRATCH], "extraVolumeMounts": [{"name": "scratch", "mountPath": "/tmp"}]},
+    "GPUs": {
+        "gpu": {"count": 2, "runtimeClassName": "nvidia", "nodeSelector": {"gpu": "h100"}},
+        "resources": {"limits": {"memory": "8Gi"}},
+        "nodeSelector": {"zone": "a"},
+        "tolerations": [{"key": "spot", "operator": "Exists"}],
+    },
+    "scheduling": {
+        "priorityClassName": "high",
+        "affinity": {"nodeAffinity": {}},
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule"}
+        ],
+    },
+    "labels": {"podLabels": {"team": "vision", "app.kubernetes.io/name": "other"}, "podAnnotations": {"a": "b"}},
+    "environment": {
+        "env": [{"name": "HOME", "value": "/home"}, {"name": "A", "value": "b"}],
+        "envFrom": [{"secretRef": {"name": "settings"}}],
+    },
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"server": values, "worker": values} for name, values in PODS.items()},
+    "TLS": {"server": {"tls": {"secret": "certificate"}}},
+    "headless": {"server": {"service": {"headless": True, "annotations": {"a": "b"}}}},
+    "scaled servers": {"server": SCALED},
+    "service account": {"serviceAccount": {"create": True, "annotations": {"role": "reader"}}},
+    "users": {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": 2000}},
+    "writable root": {"securityContext": {"readOnlyRootFilesystem": False}, "tmpSize": "1Gi", "shmSize": ""},
+    "network policy": {
+        "networkPolicy": {
+            "enabled": True,
+            "callers": [{"podSelector": {"matchLabels": {"role": "caller"}}}],
+            "redisClients": [{"namespaceSelector": {"matchLabels": {"name": "keda"}}}],
+            "egress": [{"ports": [{"port": 53, "protocol": "UDP"}]}],
+        }
+    },
+    "disruption": {"podDisruptionBudget": {"maxUnavailable": "25%"}},
+    "service monitor": {"serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
+    "alerts": {"prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}}},
+    "dashboard": {"dashboard": {"enabled": True, "annotations": {"folder": "models"}}},
+    "queue exporter": {"queueExporter": {"enabled": True}},
+    "pull secrets": {"imagePullSecrets": [{"name": "registry"}]},
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "everything": {
         "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
         "queueExporter": {"enabled": True},
-        "server": {"autoscaling": {"enabled": True}, "tokenSecret": "tokens", "env": [{"name": "A", "value": "b"}]},
+        "server": {"tokenSecret": "tokens", "env": [{"name": "A", "value": "b"}], **SCALED},
         "imagePullSecrets": [{"name": "registry"}],
         **KEDA,
     },
-    "hpa": {"worker": {"autoscaling": {"mode": "hpa", "minReplicas": 0}}, "queueExporter": {"enabled": True}},
+    "hpa": {
+        "worker": {"autoscaling": {"mode": "hpa", "minReplicas": 0, "queueWaitSeconds": 0.5}},
+        "queueExporter": {"enabled": True},
+    },
     "keda over Prometheus": {
         "worker": {"autoscaling": {"mode": "keda", "prometheusAddress": "http://prometheus:9090"}}
     },
@@ -50,7 +117,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "models in the image": {"models": {"files": NO_FILES}, "redis": {"url": "rediss+sentinel://a:1,b:2/main"}},
     "server only": {"worker": {"enabled": False}, "podDisruptionBudget": {"maxUnavailable": "25%"}},
     "worker only": {"server": {"enabled": False}, "podDisruptionBudget": {"enabled": False}},
-}
+    "servers scaled by KEDA": {
+        "server": {
+            "autoscaling": {
+                "enabled": True, "mode": "keda", "queueWaitSeconds": 0.1, "behavior": {"scaleDown": {}},
+                "prometheusAddress": "http://prometheus:9090",
+            }
+        }
+    },
+    "workers scaled by their queue's wait": {
+        "worker": {
+            "autoscaling": {"mode": "keda", "queueWaitSeconds": 0.5, "prometheusAddress": "http://prometheus:9090"}
+        }
+    },
+    **OPTIONS,
+    "all options": merged(*OPTIONS.values()),
+}  # fmt: skip
 
 Objects = list[dict[str, Any]]
 
@@ -88,22 +170,37 @@ def check_references(objects: Objects) -> None:
     ports = {name: {p["name"] for c in pod["spec"]["containers"] for p in c["ports"]} for name, pod in pods.items()}
     maps = {each["metadata"]["name"] for each in objects if each["kind"] == "ConfigMap"}
     for each in objects:
-        kind, spec = each["kind"], each.get("spec", {})
+        kind, spec, name = each["kind"], each.get("spec", {}), each["metadata"]["name"]
         selector = spec.get("selector", {})
+        selector = spec.get("podSelector", selector)  # of a NetworkPolicy
         wanted = selector.get("matchLabels", {} if kind == "Deployment" else selector).items()
         chosen = [name for name in pods if wanted and wanted <= labels[name]]
-        if kind in ("Deployment", "PodDisruptionBudget", "Service"):
+        if kind in ("Deployment", "NetworkPolicy", "PodDisruptionBudget") or (
+            kind == "Service" and "metrics" not in name
+        ):
             assert len(chosen) == 1, each
         if kind == "Deployment":
-            assert chosen == [each["metadata"]["name"]]
-            volumes = {v["name"]: v for v in spec["template"]["spec"].get("volumes", ())}
-            mounted = {m["name"] for c in spec["template"]["spec"]["containers"] for m in c.get("volumeMounts", ())}
-            assert mounted == volumes.keys()
+            assert chosen == [name]
+            pod = spec["template"]["spec"]
+            volumes = {v["name"]: v for v in pod.get("volumes", ())}
+            (mounts,) = [c.get("volumeMounts", ()) for c in pod["containers"]]
+            assert sorted(m["name"] for m in mounts) == sorted(volumes)
+            assert len({m["mountPath"] for m in mounts}) == len(mounts)
+            (variables,) = [c.get("env", ()) for c in pod["containers"]]
+            assert len({v["name"] for v in variables}) == len(variables)
+            account = pod.get("serviceAccountName")
+            assert account is None or find(objects, "ServiceAccount", account)
             assert {v["configMap"]["name"] for v in volumes.values() if "configMap" in v} <= maps
         if kind == "Service":
-            assert {port["targetPort"] for port in spec["ports"]} <= ports[chosen[0]]
+            assert chosen if name.endswith("-metrics") else len(chosen) == 1, each
+            assert {port["targetPort"] for port in spec["ports"]} <= set().union(*(ports[name] for name in chosen))
+        if kind == "NetworkPolicy":
+            assert {port["port"] for rule in spec["ingress"] for port in rule["ports"]} == ports[chosen[0]]
         if kind == "PodMonitor":
             assert any("metrics" in ports[name] for name in chosen)
+        if kind == "ServiceMonitor":
+            (service,) = [s for s in objects if s["kind"] == "Service" and wanted <= s["metadata"]["labels"].items()]
+            assert {e["port"] for e in spec["endpoints"]} == {port["name"] for port in service["spec"]["ports"]}
         if "scaleTargetRef" in spec:  # otherwise each `helm upgrade` would reset the number of replicas
             assert "replicas" not in find(objects, "Deployment", spec["scaleTargetRef"]["name"])["spec"]
 
@@ -135,6 +232,108 @@ def test_the_variants_have_what_their_values_ask_for(objects: Any) -> None:
     assert 'penstock_redis_queue_waiting_requests{prefix=""}' in query["metadata"]["query"]
 
 
+@pytest.mark.parametrize("component", ["server", "worker"])
+def test_pods_have_what_their_values_ask_for(objects: Any, component: str) -> None:
+    def pod(option: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        found = find(objects(OPTIONS.get(option, {})), "Deployment", f"penstock-{component}")["spec"]["template"]
+        return found, found["spec"]["containers"][0]
+
+    plain, container = pod("defaults")
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert plain["spec"]["automountServiceAccountToken"] is False
+    assert {"name": "HOME", "value": "/tmp"} in container["env"]
+    places = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert places == {"models": "/models", "tmp": "/tmp", "shm": "/dev/shm"}
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in plain["spec"]["volumes"]
+    assert "nvidia.com/gpu" not in json.dumps(plain)
+
+    assert pod("init containers")[0]["spec"]["initContainers"] == PODS["init containers"]["initContainers"]
+    assert {"name": "scratch", "mountPath": "/tmp"} in pod("extra volumes")[1]["volumeMounts"]
+    spec, container = pod("GPUs")[0]["spec"], pod("GPUs")[1]
+    assert container["resources"] == {"limits": {"memory": "8Gi", "nvidia.com/gpu": 2}}
+    assert (spec["runtimeClassName"], spec["nodeSelector"]) == ("nvidia", {"zone": "a", "gpu": "h100"})
+    assert [each["key"] for each in spec["tolerations"]] == ["spot", "nvidia.com/gpu"]
+    spec = pod("scheduling")[0]["spec"]
+    assert (spec["priorityClassName"], spec["affinity"]) == ("high", {"nodeAffinity": {}})
+    (spread,) = spec["topologySpreadConstraints"]
+    assert spread["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == component
+    labels = pod("labels")[0]["metadata"]["labels"]
+    assert (labels["team"], labels["app.kubernetes.io/name"]) == ("vision", "penstock")
+    container = pod("environment")[1]
+    assert container["env"][-2:] == PODS["environment"]["env"]
+    assert container["envFrom"] == PODS["environment"]["envFrom"]
+    assert pod("service account")[0]["spec"]["serviceAccountName"] == "penstock"
+    user = pod("users")[0]["spec"]["securityContext"]
+    assert (user.keys() & {"runAsUser", "runAsGroup"}, user["fsGroup"]) == (set(), 2000)
+    written, container = pod("writable root")
+    assert {"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}} in written["spec"]["volumes"]
+    assert "HOME" not in json.dumps(container["env"])
+    assert "shm" not in json.dumps(written)
+
+
+def test_the_alerts_and_the_dashboard_are_those_of_the_folder(objects: Any) -> None:
+    folder = ROOT / "dashboards" / "penstock"
+    rules = find(objects(OPTIONS["alerts"]), "PrometheusRule", "penstock")
+    assert rules["spec"] == yaml.safe_load((folder / "alerts.yaml").read_text())
+    assert rules["metadata"]["labels"]["release"] == "prometheus"
+    board = find(objects(OPTIONS["dashboard"]), "ConfigMap", "penstock-dashboard")
+    assert board["data"] == {"penstock.json": (folder / "grafana.json").read_text()}
+    assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_prometheus_reads_servers_with_tls_over_https(objects: Any) -> None:
+    for kind in ("podMonitor", "serviceMonitor"):
+        monitor = find(
+            objects(merged(OPTIONS["TLS"], {kind: {"enabled": True}})), kind[0].upper() + kind[1:], "penstock"
+        )
+        ((endpoint,),) = [value for key, value in monitor["spec"].items() if key.lower().endswith("endpoints")]
+        (relabeling,) = endpoint["relabelings"]
+        assert (relabeling["regex"], relabeling["targetLabel"], relabeling["replacement"]) == (
+            "server", "__scheme__", "https",
+        )  # fmt: skip
+        assert endpoint["tlsConfig"] == {"insecureSkipVerify": True}
+
+
+def test_network_policies_admit_callers_and_clients_of_redis(objects: Any) -> None:
+    found = objects(OPTIONS["network policy"])
+    calls, metrics = find(found, "NetworkPolicy", "penstock-server")["spec"]["ingress"]
+    assert calls["from"] == OPTIONS["network policy"]["networkPolicy"]["callers"]
+    assert metrics == {"ports": [{"port": "metrics"}], "from": []}
+    (redis,) = find(found, "NetworkPolicy", "penstock-redis")["spec"]["ingress"]
+    peers = [each.get("podSelector", {}).get("matchLabels", {}) for each in redis["from"]]
+    assert [each.get("app.kubernetes.io/component") for each in peers] == ["worker", "queue", None]
+
+
+def test_autoscalers_hold_the_wait_in_the_queue(objects: Any) -> None:
+    cpu, wait = find(objects(OPTIONS["scaled servers"]), "HorizontalPodAutoscaler", "penstock-server")["spec"][
+        "metrics"
+    ]
+    assert (cpu["resource"]["name"], wait["pods"]["metric"]["name"]) == ("cpu", "penstock_queue_wait_seconds")
+    assert wait["pods"]["target"] == {"type": "AverageValue", "averageValue": "0.1"}
+    found = find(objects(VARIANTS["servers scaled by KEDA"]), "ScaledObject", "penstock-server")["spec"]
+    (trigger,) = found["triggers"]
+    assert (trigger["metricType"], trigger["metadata"]["threshold"]) == ("Value", "0.1")
+    assert 'penstock_queue_seconds_sum{namespace="default",pod=~"penstock-server-.*"}' in trigger["metadata"]["query"]
+    found = find(objects(VARIANTS["workers scaled by their queue's wait"]), "ScaledObject", "penstock-worker")["spec"]
+    page = (ROOT / "docs" / "redis.md").read_text()
+    assert [each["metadata"]["query"].replace('""', '"PREFIX"') in page for each in found["triggers"]] == [True, True]
+    _, wait = find(objects(VARIANTS["hpa"]), "HorizontalPodAutoscaler", "penstock-worker")["spec"]["metrics"]
+    assert wait["external"]["metric"]["name"] == "penstock_redis_queue_wait_seconds"
+    assert wait["external"]["target"] == {"type": "Value", "value": "0.5"}
+
+
+def test_the_rules_of_the_page_for_prometheus_adapter_make_the_autoscalers_metrics(objects: Any) -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    (block,) = re.findall(r"^```yaml\n(# values of prometheus-adapter.*?)^```$", page, re.S | re.M)
+    rules = yaml.safe_load(block)["rules"]
+    names = {"custom": ["server", "penstock-server", "pods"], "external": ["worker", "penstock-worker", "external"]}
+    for kind, (option, deployment, metric) in names.items():
+        values = {"server": OPTIONS["scaled servers"], "worker": VARIANTS["hpa"]}[option]
+        metrics = find(objects(values), "HorizontalPodAutoscaler", deployment)["spec"]["metrics"]
+        asked = {each[metric]["metric"]["name"] for each in metrics if metric in each}
+        assert {rule["name"].get("as") for rule in rules[kind]} == asked
+
+
 def test_pods_restart_when_their_models_change(objects: Any) -> None:
     def annotations(values: dict[str, Any]) -> list[str]:
         found = objects(values)
@@ -159,6 +358,45 @@ def test_pods_restart_when_their_models_change(objects: Any) -> None:
             {"redis": {"url": "redis://r"}, "worker": {"autoscaling": {"mode": "keda"}}},
             "KEDA needs worker.autoscaling.redisAddress",
         ),
+        (
+            {"worker": {"autoscaling": {"mode": "keda", "queueWaitSeconds": 1}}},
+            "worker.autoscaling.queueWaitSeconds: KEDA reads the wait from Prometheus: set prometheusAddress",
+        ),
+        (
+            {"worker": {"autoscaling": {"mode": "hpa", "minReplicas": 9}}},
+            "worker.autoscaling: minReplicas is 9, above maxReplicas, 8",
+        ),
+        (
+            {"server": {"autoscaling": {"enabled": True, "minReplicas": 5}}},
+            "server.autoscaling: minReplicas is 5, above maxReplicas, 4",
+        ),
+        (
+            {"server": {"autoscaling": {"enabled": True}}},
+            "the use of cpu is a share of what pods request: set server.resources.requests.cpu",
+        ),
+        (
+            {"server": {"autoscaling": {"enabled": True, "metrics": []}}},
+            "metrics is empty and queueWaitSeconds is 0: set one of them",
+        ),
+        (
+            {"server": {"autoscaling": {"enabled": True, "mode": "keda", "queueWaitSeconds": 1}}},
+            "KEDA needs queueWaitSeconds and prometheusAddress, or triggers",
+        ),
+        (
+            {"worker": {"gpu": {"count": 1}, "resources": {"limits": {"nvidia.com/gpu": 1}}}},
+            "worker.gpu.count and worker.resources.limits both set nvidia.com/gpu: keep one of them",
+        ),
+        (
+            {"server": {"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}},
+            'server.extraVolumes: the chart has a volume "tmp" of its own; choose another name',
+        ),
+        (
+            {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}},
+            "podMonitor and serviceMonitor would read each pod twice: enable one of them",
+        ),
+        ({"server": {"gpu": {"resource": "gpu"}}}, "does not match pattern"),
+        ({"shmSize": "much"}, "does not match pattern"),
+        ({"server": {"topologySpreadConstraints": [{"maxSkew": 1}]}}, "missing properties"),
     ],
 )
 def test_wrong_values_are_refused(objects: Any, values: dict[str, Any], error: str) -> None:
@@ -227,16 +465,21 @@ def test_the_triggers_of_the_page_are_kedas_and_name_existing_queues_and_metrics
 
 
 @pytest.fixture
-def container(image: Container, objects: Any) -> Callable[..., Container]:
-    """The container of a Deployment of the chart."""
+def start(image: Container, objects: Any, start_pod: Callable[..., Pod], tmp_path: Path) -> Callable[..., Pod]:
+    """Starts the pod of a Deployment of the chart. `folders` are its volumes by name, besides empty ones."""
 
-    def read(name: str, values: Mapping[str, Any] | None = None) -> Container:
+    def run(name: str, values: Mapping[str, Any], **folders: Path) -> Pod:
         pod = find(objects(values), "Deployment", name)["spec"]["template"]["spec"]
-        user = pod["securityContext"]["runAsUser"]
         (found,) = pod["containers"]
-        return replace(read_kubernetes(found, image, pod.get("terminationGracePeriodSeconds", 30)), user=str(user))
+        container = read_kubernetes(found, image, pod["terminationGracePeriodSeconds"])
+        for volume in pod["volumes"]:
+            if "emptyDir" in volume and volume["name"] not in folders:
+                folders[volume["name"]] = Path(tempfile.mkdtemp(dir=tmp_path))
+                folders[volume["name"]].chmod(0o777)
+        mounts = {each["mountPath"]: folders[each["name"]] for each in found["volumeMounts"]}
+        return start_pod(replace(container, user=str(pod["securityContext"]["runAsUser"])), mounts)
 
-    return read
+    return run
 
 
 @pytest.fixture
@@ -250,37 +493,48 @@ def models(tmp_path: Path, objects: Any) -> Path:
 
 
 def test_the_servers_pod_serves_the_charts_models_and_sigterm_loses_no_request(
-    container: Any, models: Path, start_pod: Callable[..., Pod], tmp_path: Path
+    start: Callable[..., Pod], models: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "secret").mkdir()
-    (tmp_path / "secret" / "token").write_text("s3cret\n")
-    values = {"server": {"tokenSecret": "tokens"}}
-    guarded = start_pod(container("penstock-server", values), {"/models": models, "/etc/penstock": tmp_path / "secret"})
-    pod = start_pod(container("penstock-server"), {"/models": models})
-    for each in (pod, guarded):
+    """Also with tokens and TLS. The pods can write nothing but their volumes."""
+    secret, certificate = tmp_path / "secret", tmp_path / "certificate"
+    secret.mkdir()
+    (secret / "token").write_text("s3cret\n")
+    certificate.mkdir()
+    shutil.copy(TLS / "cert.pem", certificate / "tls.crt")
+    shutil.copy(TLS / "key.pem", certificate / "tls.key")
+    guarded = {"server": {"tokenSecret": "tokens", "tls": {"secret": "certificate"}}}
+    safe = start("penstock-server", guarded, models=models, token=secret, tls=certificate)
+    pod = start("penstock-server", {}, models=models)
+    for each, tls in ((pod, False), (safe, True)):
         each.wait_ready()
         assert each.probe(each.container.probes["livenessProbe"])
-        assert b"penstock_workers_up" in each.request("GET", "/metrics", port=8082)[1]
+        assert b"penstock_workers_up" in each.request("GET", "/metrics", port=8082, tls=tls)[1]
+        assert each.run("touch", "/home/file").returncode == 1
+        assert each.run("touch", "/tmp/file").returncode == 0
     body, plain = b"hello", {"content-type": "text/plain"}
-    assert guarded.request("POST", "/predictions/uppercase", body, plain)[0] == 401
+    assert safe.request("POST", "/predictions/uppercase", body, plain, tls=True)[0] == 401
     with_token = {**plain, "authorization": "Bearer s3cret"}
-    assert guarded.request("POST", "/predictions/uppercase", body, with_token)[1] == b"HELLO"
+    assert safe.request("POST", "/predictions/uppercase", body, with_token, tls=True)[1] == b"HELLO"
     survives_sigterm(Load(pod, "/predictions/uppercase", body, b"HELLO", content_type="text/plain"))
 
 
 def test_a_rolling_update_of_the_workers_loses_no_request(
-    container: Any, models: Path, start_pod: Callable[..., Pod], tmp_path: Path, run_redis: Callable[..., Any]
+    start: Callable[..., Pod], models: Path, tmp_path: Path, run_redis: Callable[..., Any]
 ) -> None:
     """Two old pods are replaced as the Deployment does: a new one must be ready before an old one gets SIGTERM."""
-    (tmp_path / "redis").mkdir()
-    redis = run_redis("--unixsocket", str(tmp_path / "redis" / "redis.sock"), "--unixsocketperm", "777")
-    worker = container("penstock-worker")
-    assert worker.env["PENSTOCK_REDIS"] == "redis://penstock-redis:6379"
-    # the pod has another network than the test's Redis
-    worker = replace(worker, env={**worker.env, "PENSTOCK_REDIS": "unix:///redis/redis.sock"})
+    socket = tmp_path / "redis"
+    socket.mkdir()
+    redis = run_redis("--unixsocket", str(socket / "redis.sock"), "--unixsocketperm", "777")
+    values = {  # the pod has another network than the test's Redis
+        "worker": {
+            "env": [{"name": "PENSTOCK_REDIS", "value": "unix:///redis/redis.sock"}],
+            "extraVolumes": [{"name": "redis", "emptyDir": {}}],
+            "extraVolumeMounts": [{"name": "redis", "mountPath": "/redis"}],
+        }
+    }
 
     def ready() -> Pod:
-        pod = start_pod(worker, {"/models": models, "/redis": tmp_path / "redis"})
+        pod = start("penstock-worker", values, models=models, redis=socket)
         pod.wait_ready()
         return pod
 

@@ -20,6 +20,7 @@ class Probe:
 
     port: int = 0
     path: str = ""
+    tls: bool = False
     command: tuple[str, ...] = ()
 
 
@@ -39,6 +40,7 @@ class Container:
     venvs: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
     grace_s: float = 30.0
+    read_only: bool = False  # all but the volumes
 
     @property
     def argv(self) -> list[str]:
@@ -161,13 +163,15 @@ def read_kubernetes(container: Mapping[str, Any], image: Container, grace_s: flo
     ports = tuple(each["containerPort"] for each in container.get("ports", ()))
     numbers = {each.get("name"): each["containerPort"] for each in container.get("ports", ())}
     probes = {name: _probe(container[name], numbers) for name in PROBES if name in container}
-    user = str(container.get("securityContext", {}).get("runAsUser", c.user))
+    security = container.get("securityContext", {})
+    user = str(security.get("runAsUser", c.user))
     workdir = container.get("workingDir", c.workdir)
-    return replace(c, env=env, ports=ports, probes=probes, user=user, workdir=workdir, grace_s=grace_s)
+    c = replace(c, env=env, ports=ports, probes=probes, user=user, workdir=workdir, grace_s=grace_s)
+    return replace(c, read_only=security.get("readOnlyRootFilesystem", False))
 
 
 def _probe(probe: Mapping[str, Any], numbers: Mapping[Any, int]) -> Probe:
     if "exec" in probe:
         return Probe(command=tuple(probe["exec"]["command"]))
     action = probe.get("httpGet") or probe["tcpSocket"]
-    return Probe(numbers.get(action["port"], action["port"]), action.get("path", ""))
+    return Probe(numbers.get(action["port"], action["port"]), action.get("path", ""), action.get("scheme") == "HTTPS")

@@ -58,7 +58,8 @@ def make_root(spec: dict, root: str) -> str:
     for source, target in spec["copies"]:
         os.makedirs(os.path.dirname(root + target), exist_ok=True)
         shutil.copy(source, root + target)
-    for source, target in [*((path, path) for path in spec["keep"]), *spec["mounts"]]:
+    # `keep` comes last, for the Python may be in /tmp, which a mount can hide
+    for source, target in [*spec["mounts"], *((path, path) for path in spec["keep"])]:
         os.makedirs(root + target, exist_ok=True)
         bind(source, root + target, read_only=False)
     mount("proc", root + "/proc", "proc")
@@ -87,6 +88,8 @@ def become_container(spec: dict, scratch: str) -> None:
     os.makedirs(spec["workdir"], exist_ok=True)
     os.chown(spec["workdir"], uid, uid)
     os.chdir(spec["workdir"])
+    if spec["read_only"]:
+        mount("", "/", "", BIND | REMOUNT | READ_ONLY)
     if uid:
         os.setgroups([])
         os.setgid(uid)

@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -68,6 +69,7 @@ class Pod:
             "env": self._env(),
             "uid": self.uid,
             "workdir": container.workdir,
+            "read_only": container.read_only,
             "keep": sorted({sys.prefix, sys.base_prefix, str(SOURCES)} - {"/usr", "/usr/local"}),
             "mounts": [
                 *((str(source), at) for at, source in (volumes or {}).items()),
@@ -140,7 +142,7 @@ class Pod:
             return self.run(*probe.command).returncode == 0
         try:
             if probe.path:
-                return 200 <= self.request("GET", probe.path, port=probe.port)[0] < 400
+                return 200 <= self.request("GET", probe.path, port=probe.port, tls=probe.tls)[0] < 400
             self.socket(probe.port).close()
         except (OSError, http.client.HTTPException):
             return False
@@ -169,17 +171,25 @@ class Pod:
         found.settimeout(READY_S)
         return found
 
-    def connect(self, port: int = 0) -> http.client.HTTPConnection:
-        """An HTTP connection, by default to the first port."""
+    def connect(self, port: int = 0, tls: bool = False) -> http.client.HTTPConnection:
+        """An HTTP connection, by default to the first port. As with the kubelet, any certificate will do."""
         connection = http.client.HTTPConnection("127.0.0.1", timeout=READY_S)
         connection.sock = self.socket(port or self.container.ports[0])
+        if tls:
+            connection.sock = ssl._create_unverified_context().wrap_socket(connection.sock)
         return connection
 
     def request(
-        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None, port: int = 0
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        port: int = 0,
+        tls: bool = False,
     ) -> tuple[int, bytes, Mapping[str, str]]:
         """The status, the body and the headers (in lower case) of one answer."""
-        with contextlib.closing(self.connect(port)) as connection:
+        with contextlib.closing(self.connect(port, tls)) as connection:
             connection.request(method, path, body, dict(headers or {}))
             answer = connection.getresponse()
             return answer.status, answer.read(), {name.lower(): value for name, value in answer.getheaders()}
