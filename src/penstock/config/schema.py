@@ -527,8 +527,9 @@ def check_lengths(config: BatchingConfig) -> None:
     """Raises ConfigError for a loaded model that has `max_tokens`, but no lengths."""
     if config.max_tokens is not None and config.bucket != "length":
         raise ConfigError(
-            f"batching.max_tokens: found {config.max_tokens} for a model without padded inputs; give inputs that are"
-            ' texts a value to pad with, or set bucket = "length" if predict pads its items, or leave max_tokens out'
+            f'batching.max_tokens: found {config.max_tokens} with bucket = "{config.bucket}", but only texts that are'
+            ' padded have tokens: give these inputs a value to pad with, or set bucket = "length" if predict pads its'
+            " items, or leave max_tokens out"
         )
 
 
