@@ -73,7 +73,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "headless": {"server": {"service": {"headless": True, "annotations": {"a": "b"}}}},
     "scaled servers": {"server": SCALED},
     "service account": {"serviceAccount": {"create": True, "annotations": {"role": "reader"}}},
-    "users": {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": 2000}},
+    "users": {
+        "podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": 2000},
+        "redis": {"podSecurityContext": {"runAsUser": None, "runAsGroup": None}},
+    },
     "writable root": {"securityContext": {"readOnlyRootFilesystem": False}, "tmpSize": "1Gi", "shmSize": ""},
     "network policy": {
         "networkPolicy": {
@@ -265,6 +268,8 @@ def test_pods_have_what_their_values_ask_for(objects: Any, component: str) -> No
     assert pod("service account")[0]["spec"]["serviceAccountName"] == "penstock"
     user = pod("users")[0]["spec"]["securityContext"]
     assert (user.keys() & {"runAsUser", "runAsGroup"}, user["fsGroup"]) == (set(), 2000)
+    redis = find(objects(OPTIONS["users"]), "Deployment", "penstock-redis")["spec"]["template"]["spec"]
+    assert redis["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     written, container = pod("writable root")
     assert {"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}} in written["spec"]["volumes"]
     assert "HOME" not in json.dumps(container["env"])
