@@ -31,7 +31,7 @@ MAX_WAITING_BYTES = 256 * 2**20  # of their `data`
 
 
 class LocalPipeline:
-    """A running pipeline whose nodes are threads of this process. Use as a context manager, or call `close()`.
+    """A running pipeline whose nodes are threads of this process, or processes. A context manager, or call `close()`.
 
     Without `lazy` it is loaded when the constructor returns. Items that the nodes cannot hold yet wait in a queue; a
     call is rejected if MAX_WAITING items, or MAX_WAITING_BYTES of `data`, already wait. After a fork the child loads

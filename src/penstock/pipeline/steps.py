@@ -410,6 +410,6 @@ class Pipeline:
         return to_toml(self._parsed(nodes), folder=None if folder is None else os.fspath(folder))
 
     def local(self) -> LocalPipeline:
-        """The pipeline, running in threads of this process. The caller closes it. Raises ConfigError, LoadFailed."""
+        """The pipeline, running in this process and its own. The caller closes it. Raises ConfigError, LoadFailed."""
         self.check()
         return LocalPipeline(self.graph)
