@@ -33,7 +33,7 @@ class Child(Struct, eq=False):
     pidfd: int | None  # readable when the process has ended; None if the system has no pidfd
     replies: mmap.mmap
     output_fd: int | None = None  # its output; None: it shares the parent's stdout and stderr
-    reply_fd: int = -1  # of `replies`
+    reply_fd: int = -1  # of `replies`, if they are lent
 
     def kill(self) -> None:
         """Kills the process and what it has started. Only before `ended`: later the number may be another's."""
@@ -209,6 +209,9 @@ def launch(
             process_group=0,  # its own group: its children end with it, and Ctrl-C reaches the parent only
         )
         replies = mmap.mmap(reply_fd, reply_bytes)
+        if not spec.lends:  # the map has a descriptor of its own
+            os.close(reply_fd)
+            reply_fd = -1
     except BaseException:
         ours.close()
         for fd in (reply_fd, read_fd):

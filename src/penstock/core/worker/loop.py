@@ -70,8 +70,9 @@ class BatchRunner:
         self.codecs = ModelCodecs(metadata, **self._extras)
         model = self.model
         self._empty = None if model.phases is None else model.phases.empty
-        hooks = (model.collate, model.preprocess, model.postprocess, model.send_parts_to, model.states, model.overlaps)
-        self._only_predicts = not (any(hooks) or model.submit or model.asked) and batching.rows != "none"
+        hooks = (model.collate, model.preprocess, model.postprocess, model.send_parts_to, model.submit, model.states)
+        beside = any(hook is not None for hook in hooks) or model.asked or model.overlaps  # states may be none yet
+        self._only_predicts = not beside and batching.rows != "none"
 
     def decode(self, items: list[Item]) -> Decoded:
         """The values of the items; an item that cannot be decoded becomes an error."""
