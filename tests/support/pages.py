@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
@@ -12,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -40,17 +41,24 @@ def write(block: str, folder: Path) -> None:
     path.write_text(before + line + block[found.end() :] + after)
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing uses, and that no connection of another test gets as its own: they are below those."""
+    found: list[int] = []
+    for port in random.sample(range(20_000, 32_000), 1000):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+        if len(found) == count:
+            break
+    return found
+
+
 class PageShell:
     """Runs shell blocks in a folder. `shorter` maps patterns of what makes a command long to replacements."""
 
     def __init__(self, folder: Path, *, env: Mapping[str, str] = {}, shorter: Mapping[str, str] = {}) -> None:
         self.folder = folder
         self._shorter = dict(shorter)
-        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(5)]
-        free = [each.getsockname()[1] for each in sockets]
-        for each in sockets:
-            each.close()
-        self.ports = dict(zip((8080, 8081, 8082, 7070, 7071), free, strict=True))
+        self.ports = dict(zip((8080, 8081, 8082, 7070, 7071), free_ports(5), strict=True))
         (folder / "tmp").mkdir()
         (folder / "tmp" / ".curlrc").write_text("silent\nshow-error\nfail\n")
         self._env = {k: v for k, v in os.environ.items() if not k.startswith(("PENSTOCK_", "TS_", "OMP_", "KMP_"))}
