@@ -85,7 +85,7 @@ def request_of(item: Item) -> Request:
             pseudo[name] = value
         else:
             headers.append((name, value))
-    text = {name: value.decode("latin-1") for name, value in pseudo.items()}
+    text = {name: value.decode("utf-8", "replace") for name, value in pseudo.items()}
     named = {key: text[f":{key}".encode()] for key in ("model", "version") if f":{key}".encode() in text}
     return Request(
         item.request_id,
@@ -100,11 +100,11 @@ def request_of(item: Item) -> Request:
 
 
 def pseudo_headers(
-    method: bytes, target: bytes, peer: Any, model: str = "", version: str | None = None, claims: Any = None
+    method: bytes, target: bytes, peer: Any, model: str = "", version: str | None = None, claims: bytes = b""
 ) -> Headers:
-    """The pseudo-headers. `peer`: as sockets and ASGI name it, (address, port, ...), or anything else for none."""
+    """The pseudo-headers. `peer`: (address, port, ...) as of a socket, or anything else for none. `claims`: as JSON."""
     client = str(peer[0]) if isinstance(peer, tuple | list) and peer else ""
     found = [(b":method", method), (b":path", target), (b":client", client.encode())]
     found += [(b":model", model.encode())] if model else []
     found += [(b":version", version.encode())] if version else []
-    return found + ([(b":claims", msgspec.json.encode(claims))] if claims else [])
+    return found + ([(b":claims", claims)] if claims else [])

@@ -97,6 +97,12 @@ def test_it_gives_a_token(serve: Callable[..., Any], tmp_path: Path) -> None:
     assert doctor(server.urls["metrics"], "--token-file", str(tmp_path / "token")).returncode == 0
 
 
+def test_it_asks_over_a_unix_socket(serve: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "metrics.sock"
+    serve(SOURCE, "app.py:echo", "--set", f"server.metrics_host=unix:{path}")
+    assert doctor(f"unix:{path}").returncode == 0
+
+
 def test_names_cannot_command_the_terminal() -> None:
     now = dict.fromkeys(("requests", "p50_s", "p99_s", "queue", "oldest_s", "rows", "busy", "failed", "rejected"), 0.0)
     model = {"name": "\x1b[31m\nx", "version": "1", "state": "READY", "up": 1, "instances": 1, "batch": 8}

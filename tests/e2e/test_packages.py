@@ -94,6 +94,11 @@ async def test_what_cannot_be_provided_is_said(folder: Path, tmp_path: Path) -> 
     error = await refused(requirements=str(folder / "no.txt"))
     assert "the packages of model 'm' were not installed: ERROR: No matching distribution" in error.message
     assert "no-such-package-of-penstock" in error.detail
+    (folder / "round.txt").write_text("-r no.txt\n-r round.txt\n")
+    assert (
+        "the packages of model 'm' were not installed"
+        in (await refused(requirements=str(folder / "round.txt"))).message
+    )
     error = await refused(requirements=str(folder / "missing.txt"))
     assert "missing.txt cannot be read: No such file" in error.message
     error = await refused(python="/no/such/python")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -13,7 +14,8 @@ import pytest
 import tritonclient.grpc.service_pb2 as messages
 import tritonclient.grpc.service_pb2_grpc as service
 
-from penstock import Engine, ModelConfig, Portal
+from penstock import Engine, Item, ModelConfig, Portal
+from penstock.request import pseudo_headers, request_of
 
 SOURCE = """
     import asyncio
@@ -171,6 +173,21 @@ def test_a_call_in_python_has_an_empty_request(tmp_path: Path) -> None:
         assert portal.predict("m", [1, 2]) == [("", {}, {})] * 2
 
 
+class Odd:
+    """A claim that JSON cannot hold."""
+
+    def __str__(self) -> str:
+        return "Odd"
+
+
+def test_names_may_have_any_letters() -> None:
+    headers = pseudo_headers(b"POST", b"/x", ("::1", 1), "größe", "2")
+    item = Item(b"", source=SimpleNamespace(pseudo_headers=lambda: headers), headers=[(b"a", b"\xe9"), (b"A", b"2")])
+    found = request_of(item)
+    assert (found.path_parameters, found.client) == ({"model": "größe", "version": "2"}, "::1")
+    assert dict(found.headers) == {"a": "\u00e9, 2"}
+
+
 @pytest.mark.parametrize("transport", ["process", "thread"])
 async def test_an_application_passes_claims(transport: str) -> None:
     from penstock.serving.http.asgi import InferenceApp
@@ -181,11 +198,11 @@ async def test_an_application_passes_claims(transport: str) -> None:
         app = InferenceApp(engine)
 
         async def middleware(scope: Any, receive: Any, send: Any) -> None:
-            await app(scope | {"state": {"claims": {"sub": "ann"}}}, receive, send)
+            await app(scope | {"state": {"claims": {"sub": "ann", "of": Odd()}}}, receive, send)
 
         async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://t") as client:
             answer = await client.post("/predictions/m?a=1", json=1)
-    assert answer.json() == [{"sub": "ann"}, "/predictions/m?a=1"]
+    assert answer.json() == [{"sub": "ann", "of": "Odd"}, "/predictions/m?a=1"]
 
 
 def test_an_array_model_that_asks_is_refused() -> None:

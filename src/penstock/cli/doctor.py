@@ -1,6 +1,7 @@
 """`penstock doctor`: the dashboard as text, for a terminal or a script."""
 
 import http.client
+import socket
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -15,7 +16,7 @@ from penstock.errors import ConfigError, PenstockError
 
 DEFAULT: Final = "http://127.0.0.1:8082"
 SILENT_S: Final = 10.0  # a server sends something each second
-UNWELL: Final = 3  # exit status: 1 and 2 are those of any command that fails
+UNWELL: Final = 3  # exit status; any command that fails has 1 or 2
 HEADS: Final = (
     "MODEL", "VERSION", "STATE", "UP", "REQ/S", "P50", "P99", "TARGET", "QUEUE", "OLDEST", "ROWS", "BUSY", "ERR/S",
     "MEMORY",
@@ -56,6 +57,10 @@ def views(endpoint: Endpoint, token: str | None) -> Generator[dict[str, Any], No
         connection = http.client.HTTPSConnection(endpoint.host, endpoint.port, timeout=SILENT_S, context=endpoint.tls)
     with closing(connection):
         try:
+            if endpoint.socket:
+                connection.sock = socket.socket(socket.AF_UNIX)
+                connection.sock.settimeout(SILENT_S)
+                connection.sock.connect(endpoint.socket)
             headers = {"authorization": f"Bearer {token}"} if token else {}
             connection.request("GET", f"{endpoint.prefix}/dashboard/events", headers=headers)
             answer = connection.getresponse()

@@ -109,7 +109,7 @@ def kind_of(name: str) -> str:
 
 
 def mixed(head: Bucket, buckets: Iterable[Bucket], cost: Cost, most: Callable[[int], int]) -> Bucket:
-    """The rows that the next batch is made of: those of the class `head`, with those of its neighbours that join.
+    """The rows of the next batch: the class `head`, and its neighbours that join.
 
     `buckets` are all classes; `most`: the most rows of a batch of this length.
     """

@@ -1,4 +1,4 @@
-"""Packages of one model: those of its requirements file, and the interpreter of its workers."""
+"""Packages of one model: its requirements file, and the interpreter of its workers."""
 
 # Two models may need different versions of a package, so a model's packages are installed where only its workers look.
 # With `requirements` they go into a folder of the user's cache, which is named by what was asked: the contents of the
@@ -65,7 +65,7 @@ def _check_python(model: str, python: str) -> None:
 def _installed(model: str, file: Path, python: str | None) -> Path:
     """The folder with the packages of a requirements file."""
     wanted = hashlib.sha256(f"{python} {sys.version}".encode())
-    _digest(wanted, file)
+    _digest(wanted, file, set())
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = base / "penstock" / "packages" / wanted.hexdigest()[:32]
     try:
@@ -77,16 +77,18 @@ def _installed(model: str, file: Path, python: str | None) -> Path:
         raise LoadFailed(f"model '{model}': its packages cannot be kept in {folder}: {e.strerror}") from None
 
 
-def _digest(wanted: hashlib._Hash, file: Path) -> None:
-    """Adds a requirements file, and the files that it names; a missing one is left to pip."""
+def _digest(wanted: hashlib._Hash, file: Path, seen: set[str]) -> None:
+    """Adds a requirements file, and the files that it names, each once; a missing one is left to pip."""
+    if (path := os.path.realpath(file)) in seen:
+        return
+    seen.add(path)
     try:
         text = file.read_text(errors="replace")
     except OSError:
         return
     wanted.update(text.encode())
     for name in _NAMED.findall(text):
-        if (other := file.parent / name) != file:
-            _digest(wanted, other)
+        _digest(wanted, file.parent / name, seen)
 
 
 def install_requirements(

@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
+
 from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend
 from penstock.errors import Cancelled, PayloadTooLarge, PenstockError
@@ -47,6 +49,7 @@ class _Call(RequestOptions):
     """One request: the options from its headers, and the results so far."""
 
     length = 0
+    claims = b""
     scope: Message
 
     def __init__(self, most_unread: int) -> None:
@@ -69,8 +72,7 @@ class _Call(RequestOptions):
         query: bytes = scope["query_string"]
         target = b"%b?%b" % (self.target, query) if query else self.target
         named = ("", None) if route is None else (route.model, route.version)
-        claims = scope.get("state", {}).get("claims")
-        return pseudo_headers(scope["method"].encode("ascii"), target, scope.get("client"), *named, claims)
+        return pseudo_headers(scope["method"].encode("ascii"), target, scope.get("client"), *named, self.claims)
 
     async def next(self, gone: asyncio.Future[None]) -> ItemResult:
         """The next result. Raises _Gone if the client disconnects first."""
@@ -135,6 +137,8 @@ class InferenceApp:
             elif name in SPECIAL_NAMES and name not in SERVER_NAMES:
                 special[name] = value
         call.target, call.scope = raw, scope
+        if (claims := scope.get("state", {}).get("claims")) is not None:
+            call.claims = msgspec.json.encode(claims, enc_hook=str)  # here, where an error fails no other request
         call.route = route = find_route(self._known, raw, self._table)
         check_method(route, scope["method"].encode("ascii"))
         read_special(call, route, special, self.tokens)

@@ -1,9 +1,8 @@
-"""History: what each model did in each second, for the dashboard. It is bounded, and grows coarser with age."""
+"""History: what each model did in each of the last seconds, for the dashboard. It is bounded."""
 
-# The dashboard asks what happened when nobody looked, so the server keeps an hour by itself. Counters come from the
-# Prometheus observer, once a second; only latencies are gathered here, because percentiles cannot be had from counters
-# in few buckets. A second takes one packed row of 4 bytes for each value. After five minutes, ten rows become one:
-# rates are averaged, and of percentiles, queues and ages the highest is kept, which is what an operator looks for.
+# The charts of the dashboard begin in the past, so the server keeps a few minutes by itself. Counters come from the
+# Prometheus observer, once a second. Only latencies are gathered here, because few buckets give no percentiles.
+# A second takes one packed row of 4 bytes for each value.
 
 from __future__ import annotations
 
@@ -19,10 +18,8 @@ from penstock.core.contracts import ModelSnapshot, Observer, ServerSnapshot
 
 Key = tuple[str, str]  # model, version
 
-FINE: Final = 300  # seconds with a row of their own
-STEP: Final = 10  # ... of which one row is made then
-COARSE: Final = 360  # such rows: one hour
-MODELS: Final = 200  # with a history, the last ones that were used: 10 MB
+KEPT: Final = 300  # seconds of each model
+MODELS: Final = 200  # with a history, the last ones that were used
 EVENTS: Final = 200
 
 
@@ -71,28 +68,14 @@ class Event(NamedTuple):
     text: str
 
 
-class _Rows:
-    def __init__(self) -> None:
-        self.fine: deque[bytes] = deque(maxlen=FINE)
-        self.coarse: deque[bytes] = deque(maxlen=COARSE)
-        self.count = 0
-
-    def add(self, second: Second) -> None:
-        self.fine.append(_PACKED.pack(*second))
-        self.count += 1
-        if self.count % STEP == 0:
-            last = [Second(*_PACKED.unpack(row)) for row in list(self.fine)[-STEP:]]
-            self.coarse.append(_PACKED.pack(*merged(last)))
-
-
 class History(Observer):
-    """The last hour of each model, and the last events. `tick` is called once a second."""
+    """The last seconds of each model, and the last events. `tick` is called once a second."""
 
     def __init__(self) -> None:
         self.events: deque[Event] = deque(maxlen=EVENTS)
         self.event_count = 0
         self.now: dict[Key, Second] = {}  # of the last second, of the loaded models
-        self._rows: dict[Key, _Rows] = {}  # the last used one last
+        self._rows: dict[Key, deque[bytes]] = {}  # the last used one last
         self._latencies_s: dict[Key, list[float]] = {}
         self._before: Mapping[Key, Totals] = {}
 
@@ -153,20 +136,14 @@ class History(Observer):
     def _keep(self, key: Key, second: Second) -> None:
         rows = self._rows.pop(key, None) if any(second) else self._rows.get(key)
         if rows is None:
-            rows = _Rows()
+            rows = deque(maxlen=KEPT)
             if len(self._rows) >= MODELS:
                 del self._rows[next(iter(self._rows))]
-        self._rows.setdefault(key, rows).add(second)
+        self._rows.setdefault(key, rows).append(_PACKED.pack(*second))
 
     def last(self, key: Key, seconds: int) -> list[Second]:
         """The last seconds of a model, the newest last; fewer if it has fewer."""
-        rows = self._rows.get(key)
-        return [] if rows is None else [Second(*_PACKED.unpack(row)) for row in list(rows.fine)[-seconds:]]
-
-    def hour(self, key: Key) -> list[Second]:
-        """The last hour of a model, STEP seconds each."""
-        rows = self._rows.get(key)
-        return [] if rows is None else [Second(*_PACKED.unpack(row)) for row in rows.coarse]
+        return [Second(*_PACKED.unpack(row)) for row in list(self._rows.get(key, ()))[-seconds:]]
 
 
 def merged(seconds: Sequence[Second]) -> Second:

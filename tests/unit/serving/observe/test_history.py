@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.contracts import ModelSnapshot, ServerSnapshot
-from penstock.serving.observe.history import COARSE, EVENTS, FINE, MODELS, STEP, History, Second, Totals, merged
+from penstock.serving.observe.history import EVENTS, KEPT, MODELS, History, Second, Totals, merged
 from penstock.serving.observe.verdict import verdict
 from penstock.types import ModelStatus
 
@@ -39,16 +37,14 @@ def test_counters_that_begin_anew_give_no_negative_rate() -> None:
     assert history.now[KEY].requests == 0
 
 
-def test_an_hour_is_kept_in_bounded_memory() -> None:
+def test_the_last_seconds_are_kept_in_bounded_memory() -> None:
     history = History()
-    for second in range(COARSE * STEP + 100):
+    for second in range(KEPT + 100):
         history.tick(ServerSnapshot([snapshot(queue=second)]), {KEY: Totals(second * 7)}, 1.0)
-    fine, hour = history.last(KEY, 10**6), history.hour(KEY)
-    assert (len(fine), len(hour)) == (FINE, COARSE)
-    newest = COARSE * STEP + 99
-    assert [s.queue for s in fine[-3:]] == [newest - 2, newest - 1, newest]
-    assert hour[-1].requests == 7
-    assert all(after.queue == before.queue + STEP for before, after in itertools.pairwise(hour))
+    kept = history.last(KEY, 10**6)
+    assert len(kept) == KEPT
+    assert [s.queue for s in kept[-2:]] == [KEPT + 98, KEPT + 99]
+    assert kept[-1].requests == 7
 
 
 def test_idle_models_and_old_events_are_dropped() -> None:
