@@ -332,7 +332,7 @@ async def run(graph: Graph, items: list[Fields], direct: bool) -> list[list[Item
         loop.call_soon_threadsafe(ended.set)
 
     for item, found in zip(items, outcomes, strict=True):
-        if runner.in_flight >= runner.width:
+        while runner.in_flight >= runner.width:  # an end that came before the look at it sets the event, too
             ended.clear()
             await ended.wait()
         with inbox.guard if inbox else nullcontext():
