@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from penstock.core import os_threads
-from penstock.core.contracts import BatchRecord, HttpSnapshot, ModelSnapshot, ServerSnapshot
+from penstock.core.contracts import BatchRecord, HttpSnapshot, ListenerSnapshot, ModelSnapshot, ServerSnapshot
 from penstock.errors import ItemFailed
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.types import ModelStatus
@@ -122,7 +122,9 @@ def reading() -> Callable[..., ServerSnapshot]:
         fields |= {"resident": {"evictions": 2}, "helpers": 2}
         one = ModelSnapshot(status, **{**fields, "max_queue_rows": 100, **more})  # type: ignore[arg-type]
         listener = HttpSnapshot(9, 1, {2: 10, 4: 3}) if http else None
-        return ServerSnapshot([one], 4096, 8192, listener, [("cpu", 100, 60)])
+        return ServerSnapshot(
+            [one], 4096, 8192, listener, [("cpu", 100, 60)], {"http": ListenerSnapshot(10, {"queue_full": 1})}
+        )
 
     return make
 

@@ -1,5 +1,7 @@
 """The composition root of `penstock serve`: engine, listeners and signals."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import logging
@@ -28,6 +30,7 @@ from penstock.serving.http.admin import management_routes, metrics_routes
 from penstock.serving.http.auth import OriginPolicy, make_ssl_context, replace_ssl_context
 from penstock.serving.http.dashboard import Dashboard
 from penstock.serving.http.descriptors import share_connections
+from penstock.serving.http.listener import reading_of
 from penstock.serving.http.server import HttpServer, NativeFlavor
 from penstock.serving.http.sockets import PortInUse
 from penstock.serving.observe.history import History
@@ -131,7 +134,7 @@ class Server:
         further = (*platform_routes(self._config, os.environ), *triton_routes(triton))
         flavor = self._flavor("inference", s.host, further=further)
         http = HttpServer(triton.memory.count_uses(engine), self._limits, ssl=self._tls, flavor=flavor)
-        self._metrics.read = lambda: _reading(engine, http)
+        self._metrics.read = lambda: _reading(engine, http, self._grpc)
         ticks = asyncio.ensure_future(self._dashboard.run()) if shown else None
         try:
             self._note("inference", *await http.start(s.host, s.port))
@@ -305,9 +308,12 @@ async def _start_beside_others(start: Callable[..., Awaitable[T]], name: str, po
     return found
 
 
-def _reading(engine: Engine, http: HttpServer) -> ServerSnapshot:
+def _reading(engine: Engine, http: HttpServer, grpc: GrpcListener | None) -> ServerSnapshot:
     """The state that gauges show."""
     reading = engine.reading()
+    reading.listeners = {"http": reading_of([http.listener])}
+    if grpc is not None:
+        reading.listeners["grpc"] = reading_of([grpc.listener])
     reading.http = HttpSnapshot(http.connections, http.listener.counts.refused, http.listener.counts.responses())
     return reading
 

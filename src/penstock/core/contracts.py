@@ -311,7 +311,8 @@ class BatchRecord(Struct):
 class ModelSnapshot(Struct):
     """The state of one model version. `scheduler` is what its scheduler explains, `pids` its processes by slot,
     `resident` its memory on devices with a budget. `oldest_s` is how long the oldest queued request has waited, `slo_s`
-    the target latency. `helpers` counts the processes that preprocess for workers that are up."""
+    the target latency. `helpers` counts the processes that preprocess for workers that are up. `busy_s` is the time in
+    which instances had a batch, summed over them since the load."""
 
     status: ModelStatus
     helpers: int = 0
@@ -324,6 +325,7 @@ class ModelSnapshot(Struct):
     resident: Mapping[str, Any] | None = None
     oldest_s: float = 0.0
     slo_s: float | None = None
+    busy_s: float = 0.0
 
     @property
     def key(self) -> tuple[str, str]:
@@ -340,6 +342,13 @@ class HttpSnapshot(Struct):
     answers: Mapping[int, int]
 
 
+class ListenerSnapshot(Struct):
+    """What the clients of a listener have not read of their responses, and its error responses by code."""
+
+    unsent_bytes: int
+    errors: Mapping[str, int]
+
+
 class ServerSnapshot(Struct):
     """The state of the whole server, as gauges show it."""
 
@@ -348,6 +357,7 @@ class ServerSnapshot(Struct):
     pool_capacity_bytes: int = 0
     http: HttpSnapshot | None = None
     devices: Sequence[tuple[str, int, int]] = ()  # (device, budget in bytes, bytes of its models)
+    listeners: dict[str, ListenerSnapshot] = {}  # by protocol
 
 
 class Observer:

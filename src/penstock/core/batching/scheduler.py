@@ -132,6 +132,10 @@ class Scheduler:
         """Number of batches on slots."""
         return len(self._slots.running)
 
+    def worked_s(self, now: float) -> float:
+        """Seconds in which slots had a batch, summed over all slots since the start."""
+        return self._slots.worked_s(now)
+
     def next_end(self) -> tuple[float, int]:
         """(predicted end of the batch that ends first, its rows); (INF, 0) while nothing runs."""
         return min(((batch.end_s, batch.rows) for batch in self._slots.running.values()), default=(INF, 0))

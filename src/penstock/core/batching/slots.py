@@ -75,6 +75,7 @@ class Slots:
         self._line = type(cost) is Cost
         self._slots: dict[int, Slot] = {}
         self._came = 0
+        self._worked_s = 0.0  # of the batches that have ended
         # (end, order, number), ascending: busy slots with one batch, and with more; `nearest` has the rule
         self._behind: tuple[list[tuple[float, int, int]], ...] = ([], [])
 
@@ -200,6 +201,7 @@ class Slots:
             raise ValueError(f"batch {id} is not running: every batch is completed exactly once")
         slot = self._slots[batch.slot]
         seconds = now - max(batch.start_s, slot.last_s)
+        self._worked_s += now - max(slot.batches[0].start_s, slot.last_s)  # batches that overlap count once
         slot.batches.remove(batch)
         slot.last_s = now
         if batch.concurrent:
@@ -246,6 +248,11 @@ class Slots:
             if self._slots[place[2]].batches[0].end_s >= now - BRIEF_S:
                 best = place
         return None if best is None else self._slots[best[2]].batches[-1]
+
+    def worked_s(self, now: float) -> float:
+        """Seconds in which slots had a batch, summed over all slots since the start."""
+        running = (s for s in self._slots.values() if s.batches)
+        return self._worked_s + sum(max(0.0, now - max(s.batches[0].start_s, s.last_s)) for s in running)
 
     def busy_s(self, now: float) -> float:
         """Predicted seconds that the running batches still need, over all slots that stay."""

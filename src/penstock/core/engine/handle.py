@@ -354,7 +354,7 @@ class ModelHandle:
         resident = None if self.resident is None else self.resident.explain()
         if batcher is None:
             return ModelSnapshot(self.status(), resident=resident)
-        scheduler = batcher.scheduler
+        scheduler, now = batcher.scheduler, time.monotonic()
         with batcher.guard:
             return ModelSnapshot(
                 status=self.status(),
@@ -366,8 +366,9 @@ class ModelHandle:
                 scheduler=scheduler.explain(),
                 pids=self.instances.pids(),
                 resident=resident,
-                oldest_s=max(0.0, time.monotonic() - scheduler.oldest_arrival_s),
+                oldest_s=max(0.0, now - scheduler.oldest_arrival_s),
                 slo_s=self.batching.slo_s,
+                busy_s=scheduler.worked_s(now),
             )
 
     def statistics(self) -> dict[str, object]:

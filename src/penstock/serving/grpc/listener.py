@@ -312,7 +312,7 @@ class GrpcListener:
         tls: ssl.SSLContext | None = None,
         drain: Callable[[], None] = lambda: None,
     ) -> None:
-        listener = Listener(backend, bounds.limits)
+        self.listener = listener = Listener(backend, bounds.limits)
         most = bounds.limits.max_header_bytes
         age_s, grace_s = (INF if ms is None else ms / 1000 for ms in (bounds.max_age_ms, bounds.max_age_grace_ms))
         receive = memoryview(bytearray(RECEIVE_BYTES + most))

@@ -2,14 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
 from email.utils import formatdate
 from typing import Any, Final, Protocol
 
 from msgspec import Struct
 
 from penstock.config.schema import LimitsConfig
-from penstock.core.contracts import Backend
+from penstock.core.contracts import Backend, ListenerSnapshot
 from penstock.serving.http.descriptors import Hangups, none_left
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Budget, Unpacking
@@ -230,12 +231,13 @@ class MemoryQueue:
 
 
 class Counters:
-    """Responses by status // 100 (0: a health check's 5xx), and refused connections."""
+    """Responses by status // 100 (0: a health check's 5xx), errors by code, and refused connections."""
 
     def __init__(self) -> None:
         self.plain = 0  # plain responses, all with status 200
         self.other = [0] * 10  # all others; handlers invent statuses up to 999
         self.refused = 0
+        self.errors: Counter[str] = Counter()
 
     def responses(self) -> dict[int, int]:
         """Started responses by status // 100."""
@@ -343,3 +345,10 @@ class Listener:
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def reading_of(listeners: Iterable[Listener]) -> ListenerSnapshot:
+    """The sums of the listeners of one protocol, those of connections from the last sweep."""
+    both = list(listeners)
+    unsent_bytes = sum(connection.unread for listener in both for connection in listener.connections)
+    return ListenerSnapshot(unsent_bytes, sum((listener.counts.errors for listener in both), Counter()))

@@ -369,6 +369,7 @@ class ResponseFraming(RequestOptions):
         self.on_result(ItemResult(error=error))
 
     def _fail(self, writer: ResponseOutput, error: PenstockError) -> None:
+        writer.listener.counts.errors[error.code] += 1
         if not self.started:
             result = self.failure(writer, error)
             self._log(result.status, error)

@@ -123,6 +123,11 @@ _ANSWERS = Family(
     ("status",),
     "Responses of the inference listener by status class, health checks that are not ready apart.",
 )
+_BUSY = _counter("penstock_busy_seconds_total", "Time in which instances had a batch, summed over the instances.")
+_UNSENT = Family(
+    "penstock_unsent_bytes", "gauge", ("listener",), "Bytes of responses that wait for clients to read them."
+)
+_ERRORS = Family("penstock_errors_total", "counter", ("listener", "code"), "Error responses of a listener by code.")
 _BUILD = Family("penstock_build_info", "gauge", ("version", "python"), "1, with the versions as labels.")
 
 
@@ -333,6 +338,7 @@ def _write_gauges(page: Page, now: ServerSnapshot) -> None:
         _HOLDS,
         (((*m.key, str(k)), float(n)) for m, kinds in holds if isinstance(kinds, Mapping) for k, n in kinds.items()),
     )
+    page.write(_BUSY, ((m.key, m.busy_s) for m in now.models))
     page.write(_HELD, ((m.key, _number(m.scheduler, "held_s")) for m in now.models))
     page.write(_PADDED, ((m.key, _number(m.scheduler, "padded_rows")) for m in now.models))
     padding = [m for m in now.models if "sent_tokens" in m.scheduler]
@@ -351,6 +357,8 @@ def _write_gauges(page: Page, now: ServerSnapshot) -> None:
         page.write(_REFUSED, [((), now.http.refused)])
         answers = {**dict.fromkeys(_CLASSES, 0), **now.http.answers}
         page.write(_ANSWERS, (((_CLASSES.get(kind) or f"{kind}xx",), n) for kind, n in sorted(answers.items())))
+    page.write(_UNSENT, (((name,), found.unsent_bytes) for name, found in now.listeners.items()))
+    page.write(_ERRORS, (((name, c), n) for name, found in now.listeners.items() for c, n in found.errors.items()))
     page.write(_BUILD, [((__version__, platform.python_version()), 1)])
 
 

@@ -1,5 +1,7 @@
 """The composition root of `torchserve`: joins engine, models, listeners, metrics and logs into one running server."""
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import logging
@@ -10,12 +12,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock.config.checks import is_loopback
 from penstock.core.contracts import HttpSnapshot, Observer, ServerSnapshot
 from penstock.core.engine.engine import Engine
 from penstock.errors import PenstockError
+from penstock.serving.http.listener import reading_of
 from penstock.serving.http.server import HttpServer
 from penstock.serving.process import StopSignal, freeze_heap, lame_duck_s, report_ready, runner
 from penstock.torchserve import SEQUENCE_HEADERS
@@ -29,6 +32,9 @@ from penstock.torchserve.config import ListenerAddress, Properties
 from penstock.torchserve.metrics.families import default_config, read_config
 from penstock.torchserve.metrics.observer import FrontendCounts, MetricsOptions, TorchServeMetrics
 from penstock.torchserve.metrics.system import measure_of, watch
+
+if TYPE_CHECKING:
+    from penstock.serving.grpc.listener import GrpcListener
 
 log = logging.getLogger("penstock.torchserve")
 
@@ -186,7 +192,9 @@ class ServerMetrics:
         self.model_metrics = None if path is None else config.section()  # the part of the file that workers receive
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, engine: Engine, components: ServerComponents, listeners: Sequence[object]) -> None:
+    def start(
+        self, engine: Engine, components: ServerComponents, listeners: Sequence[HttpServer | GrpcListener]
+    ) -> None:
         """Starts writing the log files; the page then shows `engine` and `listeners`."""
 
         def http() -> list[HttpServer]:
@@ -196,6 +204,12 @@ class ServerMetrics:
             found = engine.reading()
             servers = http()
             refused = sum(s.listener.counts.refused for s in servers)
+            others = [listener for listener in listeners if not isinstance(listener, HttpServer)]
+            found.listeners = {
+                name: reading_of(each.listener for each in named)
+                for name, named in (("http", servers), ("grpc", others))
+                if named
+            }
             found.http = HttpSnapshot(sum(s.connections for s in servers), refused, _responses(servers))
             return found
 

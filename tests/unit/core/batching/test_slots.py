@@ -34,9 +34,12 @@ class RandomSlots:
             self.cost.add(rows, rows * BRIEF_S / 4)
         self.slots = Slots(self.cost, depth)
         self.up: dict[int, int] = {}  # slot -> concurrency
+        self.worked_s = 0.0
 
     def step(self) -> None:
-        self.now += self.rng.choice((0.0, 0.0, BRIEF_S / 4, BRIEF_S))
+        passed_s = self.rng.choice((0.0, 0.0, BRIEF_S / 4, BRIEF_S))
+        self.now += passed_s
+        self.worked_s += passed_s * len({batch.slot for batch in self.slots.running.values()})
         move = self.rng.choice((self.start, self.start, self.start, self.end, self.end, self.end, self.raise_up))
         if self.rng.random() < 0.05:
             move = self.leave
@@ -96,3 +99,12 @@ def test_the_slot_for_a_batch_ahead_is_the_one_that_a_look_at_all_slots_finds(de
             assert life.slots.idle == sorted(n for n, slot in life.slots._slots.items() if slot.state == SlotState.IDLE)
     assert found > 5000
     assert bool(brief) is (depth > 2), "only a deeper queue takes a second batch ahead"
+
+
+def test_the_time_of_work_counts_batches_that_overlap_on_a_slot_once() -> None:
+    for seed in range(30):
+        life = RandomSlots(seed, 3)
+        for _ in range(400):
+            life.step()
+            assert life.slots.worked_s(life.now) == pytest.approx(life.worked_s)
+        assert life.worked_s > 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.core.contracts import ListenerSnapshot
 from penstock.serving.http.context import HEAD as HTTP_HEAD
+from penstock.serving.http.listener import reading_of
 from support.backend import FakeBackend
 
 INFER = "/v2/models/echo/infer"
@@ -44,12 +46,14 @@ async def test_who_does_not_read_is_refused_and_then_dropped_and_others_are_serv
         slow.writer.transport.pause_reading()
         slow.post(INFER, b"large")
         await wait_until(lambda: budget.full)
+        assert reading_of([listener.server.listener]).unsent_bytes > 1_000_000
         slow.post(INFER, b"more")
         other = await listener.connect()  # now, because silence ends a connection soon
         assert (await other.ask(INFER, b"{}")).status == 200
         await wait_until(lambda: listener.server.connections == 1)
         assert [call.body() for call in backend.calls] == [b"large", b"{}"]
         await wait_until(lambda: not budget.full)
+        assert reading_of([listener.server.listener]) == ListenerSnapshot(0, {"listener_full": 1})
 
 
 async def test_heads_and_requests_that_wait_count(asking, wait_until):
