@@ -13,7 +13,8 @@ from penstock.bulk.packets import TIMES_MAY_JUMP, Damage, PacketDecoder, Survivo
 from penstock.bulk.types import Gap, OnDamage, Position
 from penstock.bulk.video import OpenVideo, VideoError, av_library
 
-UNSEEKABLE = {("mxf", "ffv1")}  # a seek leads to frames that cannot be decoded alone, without an error
+# a seek leads to frames that cannot be decoded alone, or to packets without times, without an error
+UNSEEKABLE = {("mxf", "ffv1"), ("asf", "h264"), ("asf", "hevc")}
 SEEK_BACK_S = (0.0, 10.0)  # some containers seek by decoding time and overshoot: try again further back
 
 
