@@ -171,9 +171,11 @@ def test_a_broken_video_is_reported_and_the_rest_finish(tmp_path: Path, url: str
 
 
 def test_sampling_takes_the_requested_frames(tmp_path: Path, url: str) -> None:
-    make_clip(tmp_path / "a.mp4", 100)
+    make_clip(tmp_path / "a.mp4", 100, options={"g": "30", "sc_threshold": "0"})
     for output, flags, frames in (
         ("every", ["--every", "10"], [*range(0, 100, 10)]),
+        ("seconds", ["--every", "0.4s"], [*range(0, 100, 10)]),
+        ("keyframes", ["--keyframes"], [0, 30, 60, 90]),
         ("fps", ["--fps", "2.5"], [*range(0, 100, 10)]),
         ("part", ["--start", "1", "--end", "0:02", "--every", "5"], [25, 30, 35, 40, 45]),
         ("most", ["--max-frames", "3", "--every", "40"], [0, 40, 80]),

@@ -48,6 +48,17 @@ def seconds(_: click.Context, parameter: click.Parameter, value: str | None) -> 
     return total
 
 
+def interval(_: click.Context, parameter: click.Parameter, value: str | None) -> int | float | None:
+    """The frames of an interval as an integer, `30` or `30f`, or its seconds as a float, `2s` or `0.5s`."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"(?:(\d+)f?|(\d+(?:\.\d+)?)s)", value)
+    number = found and (int(found[1]) if found[1] else float(found[2]))
+    if not number:
+        raise click.BadParameter(f"expected frames such as 30f or seconds such as 2s, found '{value}'", param=parameter)
+    return number
+
+
 def suffixes(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> frozenset[str]:
     """The suffixes of a list such as `mp4,.MKV`, in lower case and with a dot."""
     names = [name.strip().lower().removeprefix(".") for value in values for name in value.split(",")]
@@ -58,8 +69,9 @@ def suffixes(_: click.Context, parameter: click.Parameter, values: tuple[str, ..
 
 def make_options(flags: dict[str, Any]) -> JobOptions:
     """The job that the flags describe. Raises ConfigError."""
-    if flags["every"] is not None and flags["fps"] is not None:
-        raise ConfigError("--every and --fps exclude each other; give one")
+    chosen = [f"--{name}" for name in ("every", "fps", "keyframes") if flags[name]]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} exclude each other; give one")
     if flags["end"] is not None and flags["end"] <= (flags["start"] or 0.0):
         raise ConfigError("--end must be later than --start")
     if not flags["servers"] and (flags["retry_failed"] or flags["restart"] or flags["dry_run"] or flags["inputs"]):
@@ -73,9 +85,7 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
         work=output.with_name(output.name + ".work"),
         failures=flags["failures"] or output.with_name("failures.jsonl"),
         token=read_token(flags["token_file"]),
-        sampling=Sampling(
-            flags["every"] or 1, flags["fps"], flags["start"] or 0.0, flags["end"], flags["max_frames"], flags["stream"]
-        ),
+        sampling=make_sampling(flags),
         prebatch_size=None if prebatch == "auto" else prebatch,
         **{
             name: flags[name]
@@ -85,6 +95,20 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
             )
         },
     )  # fmt: skip
+
+
+def make_sampling(flags: dict[str, Any]) -> Sampling:
+    """The choice of frames."""
+    every, fps = flags["every"] or 1, flags["fps"]
+    if isinstance(every, float):
+        every, fps = 1, 1 / every
+    return Sampling(
+        every=every,
+        fps=fps,
+        start_s=flags["start"] or 0.0,
+        end_s=flags["end"],
+        **{name: flags[name] for name in ("max_frames", "stream", "keyframes")},
+    )
 
 
 class SignalHandlers:
@@ -119,8 +143,14 @@ class SignalHandlers:
 @click.option("--vtt", type=PATH, metavar="FOLDER", help="Write WebVTT subtitles, one file for each video.")
 @click.option("--srt", type=PATH, metavar="FOLDER", help="Write SRT subtitles, one file for each video.")
 @click.option("--failures", type=PATH, help="List of failed videos [failures.jsonl next to the output].")
-@click.option("--every", type=click.IntRange(1), metavar="N", help="Caption every Nth frame [1].")
+@click.option(
+    "--every",
+    callback=interval,
+    metavar="Nf|Ss",
+    help="Caption every Nth frame (30, 30f), or one every S seconds (2s).",
+)
 @click.option("--fps", type=click.FloatRange(0, min_open=True), metavar="F", help="Caption F frames per second.")
+@click.option("--keyframes", is_flag=True, help="Caption keyframes only; most files need no other frame decoded.")
 @click.option("--start", callback=seconds, metavar="TIME", help="Start at this time: seconds or [H:]M:S.")
 @click.option("--end", callback=seconds, metavar="TIME", help="Stop before this time.")
 @click.option("--max-frames", type=click.IntRange(1), metavar="N", help="Caption at most N frames of each video.")

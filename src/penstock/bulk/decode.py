@@ -15,7 +15,7 @@ import numpy as np
 from penstock.bulk.frames import DecodedFrame, FrameReader, GapList
 from penstock.bulk.pixels import Array, FrameConverter, jpeg_encoder
 from penstock.bulk.types import Chunk, Position, ReadPlan, ReadResult, Sampling, Stopped, Video
-from penstock.bulk.video import VideoError
+from penstock.bulk.video import VideoError, VideoProbe
 
 _logger = logging.getLogger("penstock.bulk")
 
@@ -33,15 +33,14 @@ def read_chunks(
     After `resume` the same frames follow as in an uninterrupted run. The receiver owns a chunk's block. The block
     being filled returns to the pool when the generator is closed, or when Stopped interrupts its wait for memory.
     """
-    reader = FrameReader(video.path, plan.threads, resume, plan.on_damage, plan.sampling.stream)
+    sampling = plan.sampling
+    reader = FrameReader(video.path, plan.threads, resume, plan.on_damage, sampling.stream, sampling.keyframes)
     builder = _ChunkBuilder(video, plan, pool, reader.gaps)
     error: VideoError | None = None
-    count = 0
     try:
         with closing(reader.frames()) as frames:
             try:
-                for frame, sampled in _sampled(reader, frames, plan.sampling, resume):
-                    count = frame.number + 1
+                for frame, sampled in _sampled(reader, frames, sampling, resume):
                     if not sampled:
                         continue
                     if builder.differs(frame):
@@ -49,14 +48,14 @@ def read_chunks(
                     builder.add(frame)
                     if builder.full:
                         yield builder.chunk()
-                if count == 0:
+                if reader.seen == 0:
                     raise VideoError("contains no frames", frame=0, detail=video.path)
             except VideoError as damage:
                 error = damage
         if builder.started:
             yield builder.chunk()
         reader.gaps.end()
-        return ReadResult(builder.chunks, count, error, reader.gaps.take())
+        return ReadResult(builder.chunks, reader.seen, error, reader.gaps.take())
     finally:
         builder.drop()
 
@@ -201,10 +200,11 @@ class FrameSampler:
         return math.floor((time_s + self._slack_s) * self.sampling.fps)
 
 
-def estimate(sampling: Sampling, frames: int, duration_s: float | None) -> int:
-    """About how many frames of a video are captioned. `duration_s` None and `frames` 0 mean unknown."""
+def estimate(sampling: Sampling, found: VideoProbe) -> int:
+    """About how many frames of a video are captioned, from its header."""
     if sampling.max_frames == 0:
         return 0
+    duration_s, frames = found.duration_s, found.keyframes if sampling.keyframes else found.frames
     share = 1.0
     if duration_s:
         end_s = duration_s if sampling.end_s is None else min(duration_s, sampling.end_s)

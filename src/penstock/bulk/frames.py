@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from array import array
+from bisect import bisect_left
 from collections.abc import Generator, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from penstock.bulk.packets import TIMES_MAY_JUMP, Damage, PacketDecoder, Survivor
+from penstock.bulk.packets import CORRUPT_FRAME, TIMES_MAY_JUMP, Damage, PacketDecoder, Survivor
 from penstock.bulk.types import Gap, OnDamage, Position
-from penstock.bulk.video import OpenVideo, VideoError, av_library
+from penstock.bulk.video import OpenVideo, VideoError, av_library, reason
 
 # a seek leads to frames that cannot be decoded alone, or to packets without times, without an error
 UNSEEKABLE = {("mxf", "ffv1"), ("asf", "h264"), ("asf", "hevc")}
+COUNTABLE = ("mov,", "matroska,", "flv", "nut")  # containers that state when each packet is shown
+PACKET_A_FRAME = {"h264", "hevc", "av1", "vp9", "mpeg4", "mjpeg", "prores"}  # VP8 and packed MPEG-4 hide some
 SEEK_BACK_S = (0.0, 10.0)  # some containers seek by decoding time and overshoot: try again further back
 
 
@@ -31,6 +35,10 @@ class _SeekFailed(Exception):
     """A seek did not lead to the wanted frame."""
 
 
+class _NotCountable(Exception):
+    """The packets alone do not show the number or the time of a keyframe."""
+
+
 class GapList:
     """The gaps between the frames of a video. A gap is complete when a keyframe ends the traces of its damage."""
 
@@ -38,9 +46,9 @@ class GapList:
         self._complete: list[Gap] = []
         self._open: list[Gap] = []
 
-    def suspect(self, frame: int, error: str) -> None:
-        """Damage at a frame, which costs frames or not."""
-        self._open.append(Gap(frame, 0, error))
+    def suspect(self, frame: int, error: str, lost: int = 0) -> None:
+        """Damage at a frame, which costs `lost` frames as far as known."""
+        self._open.append(Gap(frame, lost, error))
 
     def frame(self, number: int, survivor: Survivor) -> None:
         """A frame was decoded. Called for every frame in order."""
@@ -76,6 +84,8 @@ class FrameReader:
 
     `on_damage` "stop" ends the video at its first damage; "skip" goes on at the next frame that decodes without an
     error. `gaps` collects the lost frames; the consumer takes them. `stream` is the index of the stream to read.
+    With `keyframes`, only keyframes are read; the others keep their numbers. `seen` counts the frames so far, with
+    those that are lost or not read.
     """
 
     def __init__(
@@ -85,8 +95,11 @@ class FrameReader:
         start: Position | None = None,
         on_damage: OnDamage = "stop",
         stream: int | None = None,
+        keyframes: bool = False,
     ) -> None:
         self._path, self._stream = path, stream
+        self._keyframes = keyframes
+        self.seen = 0
         self._threads = threads
         self._start = start
         self._skip = on_damage == "skip"
@@ -99,7 +112,60 @@ class FrameReader:
         Raises VideoError at the damage after which no frame follows. The frames that are kept depend neither on the
         number of threads nor on the position.
         """
-        start, threads = self._start, self._threads
+        if self._keyframes:
+            yield from self._key_frames()
+            return
+        for frame in self._all_frames(self._start):
+            self.seen = frame.number + 1
+            yield frame
+
+    def _key_frames(self) -> Iterator[DecodedFrame]:
+        start, key = self._start, None
+        try:
+            for key in self._count(start):
+                self.seen = max(self.seen, key.number + 1)
+                start = Position(key.number, key.pts, 0)
+                yield key
+        except _NotCountable:  # then every frame is decoded
+            last = -1 if key is None else key.number
+            for frame in self._all_frames(start):
+                self.seen = frame.number + 1
+                if frame.picture.key_frame and frame.number > last:
+                    key = frame
+                    yield key
+        if key is None and self.seen:
+            raise VideoError(f"none of its {self.seen} frames is a keyframe: read it without --keyframes", frame=0)
+
+    def _count(self, start: Position | None) -> Iterator[DecodedFrame]:
+        """The keyframes from a position on, in an intact file whose packets can be counted. Raises _NotCountable.
+
+        Each is decoded alone. As many packets as its number are shown before it.
+        """
+        video = OpenVideo(self._path, 1, stream=self._stream)
+        self.tick_s = video.tick_s
+        try:
+            packets = _CountedPackets(video)
+            for packet in packets.keyframes():
+                if start is not None and (start.pts is None or packet.pts < start.pts):
+                    continue
+                try:
+                    key = packets.decoded(packet)
+                except Damage as damage:
+                    number = packets.number(packet)
+                    if not self._skip:
+                        raise self._error(number - 1, damage) from damage
+                    self.gaps.suspect(number, str(damage), 1)
+                else:
+                    self.gaps.frame(key.number, Survivor(key.picture))
+                    yield key
+            self.seen = len(packets.times)
+        except (OSError, ValueError, av_library().error.FFmpegError) as error:
+            raise _NotCountable from error
+        finally:
+            video.close()
+
+    def _all_frames(self, start: Position | None) -> Iterator[DecodedFrame]:
+        threads = self._threads
         last = -1 if start is None else start.frame - 1
         skipped: Damage | None = None  # the damage after which the decoder is tolerant
         resumed = last
@@ -260,3 +326,70 @@ class _SinglePass:
         except (Damage, StopIteration, av_library().error.FFmpegError) as error:
             raise _SeekFailed from error
         raise _SeekFailed
+
+
+class _CountedPackets:
+    """The packets of a video in the order of decoding; `times` has their pts, sorted."""
+
+    def __init__(self, video: OpenVideo) -> None:
+        self._decoder = PacketDecoder(video)
+        self._context = video.stream.codec_context
+        self._clock = _Clock(video.stream, seekable=True)
+        self._reorders = video.reorder_depth > 0
+        self._in_order = self._all_key = True
+        self._countable = video.container.format.name.startswith(COUNTABLE) and self._context.name in PACKET_A_FRAME
+        self.times = array("q")
+
+    def keyframes(self) -> Iterator[Any]:
+        """The packet of each keyframe, once all packets that are shown before it are counted.
+
+        Frames that are shown before a keyframe and decoded after it precede the next keyframe. Raises _NotCountable.
+        """
+        key, began = None, False
+        for packet, problem in self._decoder.packets():
+            began = began or (packet is not None and packet.is_keyframe)
+            if problem or not began or packet.pts is None or not self._countable:
+                raise _NotCountable
+            if packet.is_discard:  # an edit list hides its frame
+                continue
+            if packet.is_keyframe:
+                yield from self._counted(key)
+                key = packet
+            self._add(packet)
+        yield from self._counted(key)
+
+    def _add(self, packet: Any) -> None:
+        place = self.number(packet)
+        if self.times[place : place + 1] == array("q", [packet.pts]) or (place == 0 and self.times):
+            raise _NotCountable
+        self._in_order = self._in_order and place == len(self.times)
+        self._all_key = self._all_key and packet.is_keyframe
+        self.times.insert(place, packet.pts)
+
+    def _counted(self, key: Any) -> Iterator[Any]:
+        if key is not None:
+            if self._in_order and self._reorders:  # possibly the times of decoding
+                raise _NotCountable
+            yield key
+
+    def number(self, packet: Any) -> int:
+        """The number of a packet's frame among those counted so far."""
+        return bisect_left(self.times, packet.pts)
+
+    def decoded(self, packet: Any) -> DecodedFrame:
+        """The frame of a keyframe's packet. Raises Damage, _NotCountable."""
+        try:
+            pictures = [*self._context.decode(packet), *self._context.decode(None)]
+        except (OSError, ValueError, av_library().error.FFmpegError) as error:
+            if self._all_key:  # the container probably marks every packet, whatever it holds
+                raise _NotCountable from error
+            raise Damage(reason(error)) from error
+        finally:
+            self._context.flush_buffers()
+        if [picture.pts for picture in pictures] != [packet.pts] or not pictures[0].key_frame:
+            raise _NotCountable
+        if pictures[0].is_corrupt:
+            raise Damage(CORRUPT_FRAME)
+        self._clock.start(self.times[0])
+        time_s, pts = self._clock.next(packet.pts)
+        return DecodedFrame(self.number(packet), time_s, pts, pictures[0])

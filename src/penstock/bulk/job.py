@@ -162,6 +162,7 @@ class BulkJob:
                 if state is None or not state.is_of(video):
                     continue
                 summary.frames += state.rows
+                summary.seen += max(state.rows, state.end.seen if state.end else 0)
                 summary.complete += state.end is not None and not state.failed
                 summary.failed += state.failed
                 summary.partial += state.failed and state.rows > 0
@@ -312,7 +313,7 @@ class JobRun:
                 return
             try:
                 found = self._probe_header(video.path, self._options.sampling.stream)
-                frames = estimate(self._options.sampling, found.frames, found.duration_s)
+                frames = estimate(self._options.sampling, found)
             except Exception:  # only an estimate: the video's decoder reports the error
                 frames = 0
             with self._counters.lock:
@@ -383,7 +384,7 @@ def dry_run(options: JobOptions, parts: JobParts | None = None) -> list[str]:
             broken += 1
             lines.append(f"{video.name}: {e.message}")
             continue
-        count = estimate(options.sampling, found.frames, found.duration_s)
+        count = estimate(options.sampling, found)
         frames += count
         frame_bytes = plan.frame_bytes or found.width * found.height * 3
         wire_bytes += count * (frame_bytes // JPEG_SHARE if options.pixels == "jpeg" else frame_bytes)

@@ -79,7 +79,7 @@ class PacketDecoder:
         context = self._stream.codec_context
         pending = 0
         lead_in = _LeadIn(self._cut)
-        packets = self._packets()
+        packets = self.packets()
         while True:
             counts = True
             try:
@@ -124,7 +124,7 @@ class PacketDecoder:
         self._buffer = buffer = _ReorderBuffer(self._stream.codec_context)
         lead_in = _LeadIn(self._cut)
         lost = LostFrames(self._stream, ordered=not self._cut)
-        packets = self._packets(MAX_READ_ERRORS)
+        packets = self.packets(MAX_READ_ERRORS)
         packet: Any = ...
         while packet is not None:
             try:
@@ -155,7 +155,7 @@ class PacketDecoder:
         if error_at_end := lost.at_end():
             raise Damage(error_at_end)
 
-    def _packets(self, read_errors: int = 0) -> Iterator[tuple[Any, str]]:
+    def packets(self, read_errors: int = 0) -> Iterator[tuple[Any, str]]:
         """Packets with data, each with the damage in it or before it, or ""; no packet with damage at the end.
 
         Goes on after `read_errors` errors of the container in a row, then raises the next one.

@@ -68,6 +68,7 @@ class JobSummary(Struct):
     partial: int = 0  # failed videos with captions before the damage
     damaged: int = 0  # complete videos with gaps
     frames: int = 0
+    seen: int = 0  # frames of the videos that were read, captioned or not
     new_frames: int = 0
     retries: int = 0
     sent_bytes: int = 0
@@ -96,9 +97,10 @@ class JobSummary(Struct):
 
     def lines(self) -> list[str]:
         """For people."""
+        skipped = f" of {self.seen:,} frames" if self.seen > self.frames else ""
         rate = f"{self.new_frames / self.seconds:,.1f} frames/s, " if self.seconds > 0 else ""
         lines = [
-            f"{self.complete:,} of {self.videos:,} videos complete, {self.frames:,} captions; this run: "
+            f"{self.complete:,} of {self.videos:,} videos complete, {self.frames:,} captions{skipped}; this run: "
             f"{self.new_frames:,} in {duration(self.seconds)}, {rate}{self.sent_bytes / 1e6:,.1f} MB sent, "
             f"{self.retries} retries"
         ]

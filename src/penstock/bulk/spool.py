@@ -239,7 +239,9 @@ def fingerprint(parameters: dict[str, Any], sampling: Sampling, pixels: Pixels) 
     form |= {"tone_map": pixels.tone_map or None, "deinterlace": pixels.deinterlace or None}
     if pixels.mode == "source":
         form["kernel"] = None  # the client scales nothing
-    return {"format": FORMAT} | model | msgspec.structs.asdict(sampling) | form
+    # jobs of earlier versions lack the newer fields
+    frames = {key: None if value is False else value for key, value in msgspec.structs.asdict(sampling).items()}
+    return {"format": FORMAT} | model | frames | form
 
 
 def fingerprint_digest(of: Fingerprint) -> str:

@@ -19,9 +19,10 @@ SendMode = Literal["stream-prebatch", "stream-single", "single"]
 
 
 class Sampling(Struct, frozen=True):
-    """Which frames of a video are captioned. `every` and `fps` exclude each other; times count from the first frame.
+    """Which frames of a video are captioned. Times count from the first frame.
 
-    `stream` is the index of the stream in its file; None leaves the choice to FFmpeg.
+    `every`, `fps` and `keyframes` exclude each other. `stream` is the index of the stream in its file; None leaves the
+    choice to FFmpeg.
     """
 
     every: int = 1
@@ -30,6 +31,7 @@ class Sampling(Struct, frozen=True):
     end_s: float | None = None
     max_frames: int | None = None
     stream: int | None = None
+    keyframes: bool = False
 
 
 class Pixels(Struct, frozen=True):

@@ -6,6 +6,7 @@ import fnmatch
 import glob
 import hashlib
 import logging
+import math
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -26,6 +27,7 @@ OPEN_OPTIONS = {"protocol_whitelist": "file"}  # a playlist disguised as a video
 DECODE_OPTIONS = {"max_pixels": str(8192 * 8192)}
 STRICT_OPTIONS = {"err_detect": "explode"}  # damage is an error, not guessed pixels
 CONCURRENT_BYTES = 128 << 20  # each decoder thread holds two frames: 21 threads at 1920x1080, 5 at 3840x2160
+KEYFRAME_S = 2.0  # a usual distance of keyframes in streams; files for download have longer ones
 UNTIMED = 0x0200 | 0x0080  # AVFMT_TS_DISCONT, AVFMT_NOTIMESTAMPS: packets have no time to rely on
 H264_MAX_REORDER = 15  # frames that FFmpeg's H.264 decoder can hold back
 NOT_VIDEOS = {"hls", "dash", "concat", "imf", "tty", "ffmetadata", "webvtt", "srt", "ass"}
@@ -44,13 +46,17 @@ class VideoError(PenstockError):
 
 
 class VideoProbe(Struct, frozen=True):
-    """The statements of a container's header: hints, never promises. `frames` is 0 if the header has no count."""
+    """The statements of a container's header: hints, never promises. `frames` is 0 if the header has no count.
+
+    `keyframes` is a guess unless the header has an index of all frames.
+    """
 
     frames: int
     duration_s: float | None
     width: int
     height: int
     codec: str
+    keyframes: int = 0
 
 
 def av_library() -> ModuleType:
@@ -69,8 +75,11 @@ def probe(path: str, stream: int | None = None) -> VideoProbe:
         frames = found.frames
         if not frames and duration_s and found.average_rate:
             frames = round(duration_s * found.average_rate)
-        context = found.codec_context
-        return VideoProbe(frames, duration_s, context.width, context.height, context.name)
+        context, index = found.codec_context, found.index_entries
+        keyframes = sum(entry.is_keyframe for entry in index)
+        if len(index) != frames and duration_s:
+            keyframes = math.ceil(duration_s / KEYFRAME_S)
+        return VideoProbe(frames, duration_s, context.width, context.height, context.name, keyframes)
     finally:
         opened.close()
 

@@ -66,6 +66,16 @@ def test_missing_flags_have_defaults(options: list[JobOptions]) -> None:
     assert (found.memory_bytes, found.token, found.sampling.every) == (None, None, 1)
 
 
+@pytest.mark.parametrize(
+    ("text", "every", "fps"), [("30", 30, None), ("30f", 30, None), ("2s", 1, 0.5), ("0.5s", 1, 2.0)]
+)
+def test_an_interval_is_in_frames_or_in_seconds(
+    options: list[JobOptions], text: str, every: int, fps: float | None
+) -> None:
+    assert invoke("a.mp4", "--server", "http://a", "--every", text).exit_code == 0
+    assert (options[0].sampling.every, options[0].sampling.fps) == (every, fps)
+
+
 def test_a_name_with_a_leading_dash_follows_a_double_dash(options: list[JobOptions]) -> None:
     assert invoke("--server", "http://a", "--", "-o.mp4").exit_code == 0
     assert options[0].inputs == ("-o.mp4",)
@@ -85,7 +95,10 @@ def test_the_token_is_read_from_a_file_or_the_environment(options: list[JobOptio
     ("flags", "words"),
     [
         ("a.mp4", "name a server"),
-        ("a.mp4 --server http://a --every 2 --fps 1", "exclude each other"),
+        ("a.mp4 --server http://a --every 2 --fps 1", "--every and --fps exclude each other"),
+        ("a.mp4 --server http://a --keyframes --every 2s", "--every and --keyframes exclude each other"),
+        ("a.mp4 --server http://a --every 2.5", "expected frames such as 30f"),
+        ("a.mp4 --server http://a --every 0.0s", "--every"),
         ("a.mp4 --server http://a --start 5 --end 5", "--end must be later"),
         ("a.mp4 --server http://a --fps 0", "--fps"),
         ("a.mp4 --server http://a --every 0", "--every"),

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from penstock.bulk.decode import BlockPool, FrameSampler, PoolBlock, estimate, read_chunks
 from penstock.bulk.pixels import FrameConverter
 from penstock.bulk.types import Chunk, Pixels, Position, ReadPlan, ReadResult, Sampling, Stopped, Video
-from penstock.bulk.video import VideoError
+from penstock.bulk.video import VideoError, VideoProbe
 from support.videos import make_clip, number_of
 
 PIXELS = Pixels(height=48, width=80)
@@ -97,12 +97,13 @@ samplings = st.builds(
     end_s=st.none() | st.just(1.5),
     max_frames=st.none() | st.integers(1, 20),
 )
+keyframes = st.builds(Sampling, keyframes=st.just(True), start_s=st.sampled_from([0.0, 0.5]))
 
 
 @settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
-@given(sampling=samplings, size=st.integers(1, 9), again=st.integers(1, 9), data=st.data())
+@given(sampling=samplings | keyframes, size=st.integers(1, 9), again=st.integers(1, 9), data=st.data())
 def test_a_resumed_run_yields_the_same_frames_as_an_uninterrupted_one(
     clip: Path, sampling: Sampling, size: int, again: int, data: st.DataObject
 ) -> None:
@@ -380,7 +381,7 @@ def test_a_full_sampler_reports_it_before_another_frame_is_decoded() -> None:
     ],
 )
 def test_the_estimate_for_a_regular_video_is_exact(sampling: Sampling, count: int) -> None:
-    assert estimate(sampling, 100, 4.0) == count
+    assert estimate(sampling, VideoProbe(100, 4.0, 0, 0, "")) == count
     assert len(taken(sampling, [frame / 25 for frame in range(100)])) == count
 
 

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import av
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 from penstock.bulk import frames as frames_module
 from penstock.bulk import packets as packets_module
 from penstock.bulk import video as video_module
-from penstock.bulk.frames import FrameReader
+from penstock.bulk.frames import DecodedFrame, FrameReader
 from penstock.bulk.types import Gap, Position
 from penstock.bulk.video import OpenVideo, VideoError, probe
 from support.videos import make_clip, make_sound, number_of
@@ -661,10 +662,69 @@ def test_a_file_without_read_permission_is_reported(tmp_path: Path, monkeypatch:
     refused(path, "cannot be opened as a video: Permission denied")
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_keyframes_are_those_of_the_whole_video(clips: Any, name: str) -> None:
+    path, shown = clips(name)
+    keys = [frame.number for frame in FrameReader(str(path)).frames() if frame.picture.key_frame]
+    reader = FrameReader(str(path), keyframes=True)
+    found, error = frames_of(reader)
+    assert (found, error, reader.seen) == ([shown[number] for number in keys], None, COUNT)
+    for place, key in enumerate(found):
+        rest, _ = frames_of(FrameReader(str(path), start=at(key), keyframes=True))
+        assert rest == found[place:]
+
+
+def test_only_keyframes_are_decoded_where_the_packets_state_their_times(clips: Any, monkeypatch: Any) -> None:
+    path, _ = clips("b-frames.mp4")
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("every frame is decoded")
+
+    monkeypatch.setattr(FrameReader, "_all_frames", forbidden)
+    found, _ = frames_of(FrameReader(str(path), keyframes=True))
+    assert [one.frame for one in found] == [0, 12, 24, 36, 48]
+
+
+def test_a_damaged_keyframe_is_a_gap_between_the_others(clips: Any) -> None:
+    path, _ = clips("b-frames.mp4")
+    with av.open(str(path)) as container:
+        place, size = [(p.pos, p.size) for p in container.demux(video=0) if p.is_keyframe][1]
+    reader = FrameReader(str(damaged(path, place + 6, size - 20)), on_damage="skip", keyframes=True)
+    found, error = frames_of(reader)
+    assert (error, [one.frame for one in found]) == (None, [0, 24, 36, 48])
+    assert [(gap.frame, gap.frames, gap.clean) for gap in reader.gaps.take()] == [(12, 1, 24)]
+    stopped = FrameReader(str(damaged(path, place + 6, size - 20)), keyframes=True)
+    found, error = frames_of(stopped)
+    assert error is not None
+    assert (error.frame, [one.frame for one in found]) == (12, [0])
+
+
+def test_keyframes_are_found_if_the_container_marks_none(clips: Any, tmp_path: Path) -> None:
+    path, _ = clips("b-frames.mp4")
+    plain = tmp_path / "unmarked.mkv"
+    with av.open(str(path)) as given, av.open(str(plain), "w") as out:
+        stream = out.add_stream_from_template(given.streams.video[0])
+        for packet in given.demux(video=0):
+            if packet.size:
+                packet.stream, packet.is_keyframe = stream, False
+                out.mux(packet)
+    found, error = frames_of(FrameReader(str(plain), keyframes=True))
+    assert (error, [one.number for one in found]) == (None, [0, 12, 24, 36, 48])
+
+
+def test_a_video_without_keyframes_is_reported(clips: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = clips("b-frames.ts")
+    frame = DecodedFrame(0, 0.0, None, SimpleNamespace(key_frame=False))
+    monkeypatch.setattr(FrameReader, "_all_frames", lambda *_: iter([frame]))
+    with pytest.raises(VideoError, match="none of its 1 frames is a keyframe: read it without --keyframes"):
+        list(FrameReader(str(path), keyframes=True).frames())
+
+
 def test_a_probe_returns_what_the_header_states(tmp_path: Path) -> None:
     found = probe(str(make_clip(tmp_path / "a.mp4", 50)))
     assert (found.frames, found.duration_s, found.width, found.height, found.codec) == (50, 2.0, 160, 96, "h264")
     assert probe(str(make_clip(tmp_path / "a.mkv", 50))).frames == 50
+    assert probe(str(make_clip(tmp_path / "b.mp4", 50, options={"g": "12", "sc_threshold": "0"}))).keyframes == 5
 
 
 def test_large_frames_are_decoded_by_few_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,7 @@ def test_file_names_cannot_control_the_terminal(style: Style) -> None:
 
 
 def test_the_summary_names_the_next_step() -> None:
-    done = JobSummary(videos=3, complete=1, failed=1, partial=1, frames=1234, new_frames=100, seconds=4.0)
+    done = JobSummary(videos=3, complete=1, failed=1, partial=1, frames=1234, seen=2000, new_frames=100, seconds=4.0)
     done.failures, done.outputs = "failures.jsonl", ("captions.jsonl",)
     output = "\n".join(done.lines())
     for part in ("1 of 3 videos complete", "1,234 captions", "25.0 frames/s", "failures.jsonl", "--retry-failed"):

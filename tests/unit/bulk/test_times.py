@@ -16,7 +16,7 @@ import pytest
 
 from penstock.bulk.decode import BlockPool, read_chunks
 from penstock.bulk.frames import FrameReader
-from penstock.bulk.types import Pixels, ReadPlan, Sampling, Video
+from penstock.bulk.types import Pixels, Position, ReadPlan, Sampling, Video
 from support.videos import make_clip, number_of
 
 COUNT = 30
@@ -113,16 +113,40 @@ def seen(path: Path, threads: int = 1) -> list[tuple[int, float]]:
     return [(number_of(frame.picture.to_ndarray(format="rgb24")), frame.time_s) for frame in frames]
 
 
-def stated(path: Path) -> list[float | None]:
-    """The time of each frame according to ffprobe, from the first one."""
+class Stated(NamedTuple):
+    """A frame according to ffprobe; its time is from the first one."""
+
+    time_s: float | None
+    key: bool
+
+
+@functools.cache
+def stated(path: Path) -> list[Stated]:
+    """Every frame according to ffprobe."""
     command = ["ffprobe", "-v", "quiet", "-select_streams", "V:0", "-of", "json"]
     shown = subprocess.run(
-        [*command, "-show_entries", "frame=best_effort_timestamp_time", str(path)],
+        [*command, "-show_entries", "frame=best_effort_timestamp_time,key_frame", str(path)],
         capture_output=True, check=True, timeout=60,
     )  # fmt: skip
-    times = [frame.get("best_effort_timestamp_time") for frame in json.loads(shown.stdout)["frames"]]
+    frames = json.loads(shown.stdout)["frames"]
+    times = [frame.get("best_effort_timestamp_time") for frame in frames]
     zero = next((float(time) for time in times if time is not None), 0.0)
-    return [None if time is None else float(time) - zero for time in times]
+    return [
+        Stated(None if time is None else float(time) - zero, frame["key_frame"] == 1)
+        for time, frame in zip(times, frames, strict=True)
+    ]
+
+
+def chosen(path: Path, sampling: Sampling, resume: Position | None = None) -> list[tuple[int, float, int | None, int]]:
+    """Number, time and pts of each sample, and the number that it shows."""
+    plan = ReadPlan(sampling=sampling, pixels=Pixels(height=48, width=80), chunk_size=4)
+    pool = BlockPool(8 * 48 * 80 * 3, 4 * 48 * 80 * 3)
+    found = []
+    for chunk in read_chunks(Video(str(path), path.name, 0, 0), plan, pool, resume):
+        shown = map(number_of, chunk.pixels)  # type: ignore[arg-type]
+        found += zip(chunk.frames, chunk.times_s, chunk.pts, shown, strict=True)
+        chunk.block.release()
+    return found
 
 
 def knows(case: tuple[str, ...]) -> bool:
@@ -153,7 +177,7 @@ def test_times_are_those_of_the_encoder(case: tuple[str, ...], make: Make) -> No
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_times_equal_those_of_ffprobe_where_its_own_increase(case: tuple[str, ...], make: Make) -> None:
     path, _ = make(case)
-    expected = stated(path)
+    expected = [time for time, _ in stated(path)]
     known = [time for time in expected if time is not None]
     if known != sorted(set(known)):
         assert case[4] in ("raw", "in decoding order")  # of which ffprobe makes no sequence
@@ -177,13 +201,30 @@ def test_times_do_not_depend_on_the_number_of_threads(case: tuple[str, ...], mak
 def test_sampling_takes_the_frames_of_its_times(container: str, make: Make) -> None:
     times = "raw" if container == "mkv" else "kept"
     path, _ = make(("libx264", "b-frames", "steady", container, times))
-    pixels = Pixels(height=48, width=80)
 
     def taken(**sampling: float) -> list[int]:
-        plan = ReadPlan(sampling=Sampling(**sampling), pixels=pixels, chunk_size=64)  # type: ignore[arg-type]
-        pool = BlockPool(64 * 48 * 80 * 3, 64 * 48 * 80 * 3)
-        found = [chunk for chunk in read_chunks(Video(str(path), path.name, 0, 0), plan, pool)]
-        return [number_of(rows) for chunk in found for rows in chunk.pixels]  # type: ignore[arg-type]
+        return [shown for *_, shown in chosen(path, Sampling(**sampling))]  # type: ignore[arg-type]
 
     assert taken(fps=5) == list(range(0, COUNT, 5))
     assert taken(start_s=0.4, end_s=0.8) == list(range(10, 20))
+
+
+MODES = {"keyframes": Sampling(keyframes=True), "seconds": Sampling(fps=3), "frames": Sampling(every=7)}
+
+
+@pytest.mark.skipif(shutil.which("ffprobe") is None, reason="the program ffprobe is not here: make clients")
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_chosen_frames_are_frames_of_the_whole_video_and_survive_a_resume(case: tuple[str, ...], make: Make) -> None:
+    path, _ = make(case)
+    shown = seen(path)
+    expected = stated(path)
+    for sampling in MODES.values():
+        found = chosen(path, sampling)
+        assert found
+        assert [(picture, time) for _, time, _, picture in found] == [shown[number] for number, *_ in found]
+        place = len(found) // 2
+        number, _, pts, _ = found[place]
+        assert chosen(path, sampling, Position(number, pts, place + 1)) == found[place + 1 :]
+    if len(expected) == len(shown):
+        keys = [number for number, *_ in chosen(path, MODES["keyframes"])]
+        assert keys == [number for number, frame in enumerate(expected) if frame.key]
