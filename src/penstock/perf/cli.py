@@ -76,6 +76,11 @@ _SIZES = click.option(
     "--sizes", default="any", show_default=True, metavar="any|auto|N,...",
     help="Sizes that batches are padded to: powers of two (auto), or 1,8,32.",
 )  # fmt: skip
+_LENGTHS = click.option(
+    "--lengths", metavar="LEAST..MOST|FILE",
+    help="Tokens of each row: log-normal, or drawn from a FILE with one number a line. --cost then counts tokens.",
+)  # fmt: skip
+_MAX_TOKENS = click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of a batch, with --lengths.")
 _SEED = click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of arrivals and jitter."
 )
@@ -90,6 +95,8 @@ _SEED = click.option(
 )  # fmt: skip
 @click.option("--batch", metavar="RANGE", help="Largest batches: 1..64, or 8,16 [1..64, or the --sizes].")
 @_SIZES
+@_LENGTHS
+@_MAX_TOKENS
 @click.option("--instances", default="1", show_default=True, metavar="RANGE", help="How many: 1..8, or 1,2,4.")
 @click.option("--slo", metavar="SLO", help='For instance "p99<=100ms".')
 @_RATE
@@ -128,6 +135,8 @@ def simulate(**flags: Any) -> None:
 @click.option("--memory", metavar="SIZE", help="Memory of one instance, such as 2GiB [from the cost, if it is known].")
 @click.option("--batch", metavar="RANGE", help="Batch ceilings to try: 1..64, or 8,16 [up to the largest measured].")
 @_SIZES
+@_LENGTHS
+@_MAX_TOKENS
 @click.option(
     "--most", type=click.IntRange(1, 1000), default=1000, show_default=True, help="Most instances, with the spare ones."
 )

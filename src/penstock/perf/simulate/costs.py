@@ -60,7 +60,10 @@ class CurveTime(ServiceTime, frozen=True):
 
 
 def read_cost(text: str, flags: dict[str, Any]) -> CostCurve:
-    """The curve that `--cost` names. `flags` has `model` and `token_file`. Raises ConfigError, Unreachable."""
+    """The curve that `--cost` names. `flags` has `model`, `token_file` and `lengths`, with which it counts tokens.
+    Raises ConfigError, Unreachable."""
+    if flags["lengths"] and ("," not in text or "://" in text):
+        raise ConfigError(f'cost "{text}": with --lengths it counts tokens; expected A,B (5ms,1us) or TOKENS:TIME,...')
     if "://" in text or text.startswith("unix:"):
         return _of_server(text, flags)
     if (folder := Path(text)).exists():

@@ -55,6 +55,7 @@ from penstock.perf.simulate.replay import (
     parse_sizes,
     read_arrivals,
     read_batches,
+    read_lengths,
 )
 from penstock.perf.simulate.simulator import OpenLoop
 
@@ -62,7 +63,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WORTH_S: Final = 120.0  # the quiet window of an autoscaler has 30 s: a shorter recording shows nothing
-LARGEST: Final = 64  # of the default batches, if the cost is a formula
+LARGEST: Final = 64  # of the default batches, if the cost is a formula, or counts tokens
+SAMPLE: Final = 1000  # lengths that show how long a batch takes
 PLAN: Final = "plan.json"
 _HIGHEST: Final = 4.0  # times the SLO: slower settings are left out of the plot of costs
 _LOOKS: Final = 50  # at the number of instances in a bin
@@ -74,8 +76,9 @@ def run_plan(flags: dict[str, Any]) -> int:
     slo = read_slo(flags["slo"])
     curve = read_cost(flags["cost"], flags)
     recorded = os.path.exists(flags["arrivals"])
-    options = read_options(flags, slo, curve)
-    longest_s = LONG * curve.seconds(max(options.batches))
+    texts = OpenLoop((), (), read_lengths(flags["lengths"], SAMPLE, flags["seed"]) if flags["lengths"] else ())
+    options = read_options(flags, slo, curve, texts)
+    longest_s = LONG * curve.seconds(texts.full_batch(max(options.batches), options.max_tokens)[1])
     load, remark = read_arrivals(flags, lambda rate: max(PEAK / rate, longest_s))
     notes = [remark.removeprefix("; ") + " and were sorted"] if remark else []
     notes += _holes(load) if recorded else []
@@ -108,20 +111,24 @@ def read_slo(text: str) -> Slo:
     return slo
 
 
-def read_options(flags: dict[str, Any], slo: Slo, curve: CostCurve) -> PlanOptions:
-    """What to plan for. Raises ConfigError."""
+def read_options(flags: dict[str, Any], slo: Slo, curve: CostCurve, texts: OpenLoop) -> PlanOptions:
+    """What to plan for; `texts` has some of the lengths. Raises ConfigError."""
     policies = parse_policies(flags["policy"])
     if len(policies) > 1:
         raise ConfigError(f"--policy {flags['policy']}: expected one; `penstock simulate` compares several")
     handover_s = parse_duration(flags["handover"])
     sizes = parse_sizes(flags["sizes"])
-    batches = read_batches(flags["batch"], sizes, f"1..{curve.largest or LARGEST}")
+    batches = read_batches(flags["batch"], sizes, f"1..{LARGEST if texts.lengths else curve.largest or LARGEST}")
+    tokens = flags["max_tokens"]
+    if policies[0].name == "none":
+        batches = [1]
     if flags["failures"] >= flags["most"]:
         raise ConfigError(f"--failures {flags['failures']}: expected fewer than the most instances ({flags['most']})")
     return PlanOptions(
         slo=slo,
-        batches=useful([1] if policies[0].name == "none" else batches, curve, slo, handover_s),
+        batches=useful(batches, curve, slo, handover_s, lambda n: texts.full_batch(n, tokens)[1]),
         sizes=sizes,
+        max_tokens=tokens,
         most=flags["most"],
         failures=flags["failures"],
         price=flags["price"],

@@ -6,7 +6,7 @@ holds over a day may be missed for an hour; the chosen plan is then replayed ove
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -22,6 +22,7 @@ from penstock.perf.bench.measurement import Latency, Load, Measurement, Objectiv
 from penstock.perf.simulate.costs import CostCurve
 from penstock.perf.simulate.replay import DEPTH, PolicyChoice, ReplayResult, replay
 from penstock.perf.simulate.simulator import (
+    LONG_ROW,
     WARM,
     OpenLoop,
     ServiceTime,
@@ -55,6 +56,7 @@ class PlanOptions(Struct, frozen=True, kw_only=True):
     slo: Slo
     batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
     sizes: Sizes = None
+    max_tokens: int | None = None
     most: int = MOST
     failures: int = 0
     price: float | None = None
@@ -150,8 +152,11 @@ class Planner:
     def __init__(self, load: OpenLoop, curve: CostCurve, options: PlanOptions, *, steady: bool = False) -> None:
         """`steady` arrivals have no busiest part."""
         self.load, self.curve, self.options = load, curve, options
-        self.service = curve.service(max(options.batches), options.jitter)
-        least = len(load.arrivals) / max(load.arrivals[-1], _TINY) * LONG * self.service.t(max(options.batches))
+        batch, tokens = max(options.batches), options.max_tokens
+        longest = max(LONG_ROW, *load.lengths) if load.lengths else 1
+        self.service = curve.service(tokens or batch * longest, options.jitter)
+        least = len(load.arrivals) / max(load.arrivals[-1], _TINY) * LONG
+        least *= self.service.t(load.full_batch(batch, tokens)[1])
         self.peak = load if steady else busiest(load, max(PEAK, math.ceil(least)))
         self._rows = sum(self.peak.rows) / len(self.peak.rows) if self.peak.rows else 1.0  # of a request
         self.tried: dict[tuple[int, int], ReplayResult] = {}
@@ -169,7 +174,7 @@ class Planner:
     def _replay(self, load: OpenLoop, instances: int, batch: int) -> ReplayResult:
         o = self.options
         self.requests += len(load.arrivals)
-        more = {"sizes": o.sizes, "handover_s": o.handover_s, "seed": o.seed}
+        more = {"sizes": o.sizes, "max_tokens": o.max_tokens, "handover_s": o.handover_s, "seed": o.seed}
         return replay(load, self.service, o.slo, o.policy, batch, instances, **more)  # type: ignore[arg-type]
 
     # ---- the search
@@ -209,7 +214,11 @@ class Planner:
 
     def floor(self, batch: int) -> int:
         """The fewest instances that a plan may have: full batches need them at the mean rate of the peak."""
-        return max(1, math.ceil(self._peak_rate / LOAD / self.service.capacity(1, batch)))
+        return max(1, math.ceil(self._peak_rate / LOAD / self._capacity(1, batch)))
+
+    def _capacity(self, instances: int, batch: int) -> float:
+        """Rows per second of full batches."""
+        return self.service.capacity(instances, *self.peak.full_batch(batch, self.options.max_tokens))
 
     @property
     def _peak_rate(self) -> float:
@@ -250,7 +259,8 @@ class Planner:
             self.at(min(o.most, max(self.floor(batch), math.ceil(factor * instances))), batch)
         settings = SimulationSettings(
             slots=instances, depth=DEPTH, handover_s=o.handover_s, max_batch_size=batch, slo_s=o.slo.latency_s,
-            seed=o.seed, sizes=self.at(instances, batch).sizes,
+            seed=o.seed, sizes=self.at(instances, batch).sizes, lengths=bool(self.load.lengths),
+            max_tokens=o.max_tokens,
         )  # fmt: skip
         self.requests += len(self.load.arrivals) * (1 if o.start_s is None else 2)
         day = profile(simulated(self.service, o.policy.make(), self.load, settings))
@@ -267,7 +277,7 @@ class Planner:
             chosen=self.at(instances, batch),
             degraded=self.at(left, batch) if left else None,
             limit=PlanLimit(limit.offered, limit.offered / needed, limit.busy, limit.wait_s or 0.0) if limit else None,
-            full_rate=self.service.capacity(instances, batch) / self._rows,
+            full_rate=self._capacity(instances, batch) / self._rows,
             day=day,
             autoscaled=None if o.start_s is None else scaled(self.load, self.service, settings, o.start_s),
             tried=sorted(self.tried.values(), key=lambda one: (one.batch, one.instances)),
@@ -282,7 +292,7 @@ class Planner:
         high = max(1.0, LOAD * best.capacity / self._peak_rate)
         while high - low > _PRECISION * low:
             middle = (low + high) / 2
-            faster = OpenLoop([t / middle for t in peak.arrivals], peak.rows)
+            faster = OpenLoop([t / middle for t in peak.arrivals], peak.rows, peak.lengths)
             result = self._replay(faster, instances, batch)
             if result.met:
                 low, best = middle, result
@@ -300,23 +310,27 @@ class Planner:
             )
         elif count < FEW:
             found.append(f"only {count:,} requests were simulated: a tail of so few is rough")
-        if self.curve.largest is not None and batch > self.curve.largest:
+        work, unit = self.peak.full_batch(batch, self.options.max_tokens)[1], "tokens" if self.peak.lengths else "rows"
+        if self.curve.largest is not None and work > self.curve.largest:
             found.append(
-                f"the largest measured batch has {self.curve.largest} rows: the time of {batch} is extrapolated"
+                f"the largest measured batch has {self.curve.largest} {unit}: the time of {work:.0f} is extrapolated"
             )
         return found
 
 
-def useful(batches: Sequence[int], curve: CostCurve, slo: Slo, handover_s: float) -> list[int]:
-    """The ceilings whose batches end within the SLO, at least one. Raises ConfigError if not even one row does."""
-    limit_s, one_s = slo.latency_s, curve.seconds(1)
+def useful(
+    batches: Sequence[int], curve: CostCurve, slo: Slo, handover_s: float, work: Callable[[int], float] = float
+) -> list[int]:
+    """The ceilings whose batches, of `work(ceiling)` rows or tokens, end within the SLO, at least one. Raises
+    ConfigError if not even one row does."""
+    limit_s, one_s = slo.latency_s, curve.seconds(work(1))
     assert limit_s is not None, "the command requires a latency"
     if limit_s <= one_s + handover_s:
         raise ConfigError(
             f"SLO {slo.text}: one row alone takes {seconds(one_s + handover_s)} ({seconds(one_s)} and a hand-over of"
             f" {seconds(handover_s)}), so no instance count meets it; allow more time, or make the model faster"
         )
-    return [n for n in batches if curve.seconds(n) + handover_s < limit_s] or [min(batches)]
+    return [n for n in batches if curve.seconds(work(n)) + handover_s < limit_s] or [min(batches)]
 
 
 def objective_of(slo: Slo) -> Objective:
@@ -336,7 +350,7 @@ def tail(result: ReplayResult, slo: Slo) -> float:
 def busiest(load: OpenLoop, most: int = PEAK) -> OpenLoop:
     """The part of the load with the most rows per second, of `most` requests, from time 0. The part before it, which a
     simulation excludes as its warm-up, comes with it."""
-    arrivals, rows = load.arrivals, load.rows
+    arrivals, rows, lengths = load.arrivals, load.rows, load.lengths
     if len(arrivals) <= most:
         return load
     t = np.frombuffer(arrivals, float) if isinstance(arrivals, array) else np.asarray(arrivals, float)
@@ -347,7 +361,8 @@ def busiest(load: OpenLoop, most: int = PEAK) -> OpenLoop:
     end, before_s = start + counted, spans[start] * WARM / (1 - WARM)
     begin = max(int(np.searchsorted(t, t[start] - before_s)), end - most, 0)
     origin = t[begin]
-    return OpenLoop([float(x - origin) for x in t[begin:end]], list(rows[begin:end]) if rows else ())
+    times = [float(x - origin) for x in t[begin:end]]
+    return OpenLoop(times, list(rows[begin:end]) if rows else (), lengths[begin:end])
 
 
 def holes(arrivals: Sequence[float]) -> tuple[float, float, int]:

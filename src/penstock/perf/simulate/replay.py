@@ -3,8 +3,10 @@
 import itertools
 import math
 import os
+import random
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import click
@@ -51,7 +53,7 @@ class PolicyChoice(Struct, frozen=True):
 class ReplayResult(Struct, frozen=True, kw_only=True):
     """The result of one combination. `offered` and `throughput` are requests per second, `capacity` is the rows per
     second of full batches, `busy` the share of the instances' time, `wait_s` the mean wait of a request. Batches were
-    padded to the `sizes`, if there are any."""
+    padded to the `sizes`, if there are any. `padding` is the share of the tokens that ran, with lengths."""
 
     policy: str
     batch: int
@@ -65,6 +67,7 @@ class ReplayResult(Struct, frozen=True, kw_only=True):
     busy: float
     wait_s: float | None = None
     sizes: tuple[int, ...] = ()
+    padding: float | None = None
     slo: list[ObjectiveResult] = field(default_factory=list)
 
     @property
@@ -131,6 +134,7 @@ def replay(
     instances: int,
     *,
     sizes: Sizes = None,
+    max_tokens: int | None = None,
     handover_s: float = 0.0,
     seed: int = 0,
 ) -> ReplayResult:
@@ -145,7 +149,7 @@ def replay(
     ladder = ladder_of(sizes, batch)
     settings = SimulationSettings(
         slots=instances, depth=DEPTH, handover_s=handover_s, max_batch_size=batch, slo_s=slo.latency_s, seed=seed,
-        sizes=() if ladder is None else ladder.sizes,
+        sizes=() if ladder is None else ladder.sizes, lengths=bool(load.lengths), max_tokens=max_tokens,
     )  # fmt: skip
     found = simulate(service, policy.make(), load, settings)
     latency, count = latency_of(found.latencies_s), len(found.latencies_s)
@@ -158,12 +162,13 @@ def replay(
         instances=instances,
         offered=offered,
         throughput=found.throughput,
-        capacity=service.capacity(instances, batch),
+        capacity=service.capacity(instances, *load.full_batch(batch, max_tokens)),
         goodput=None if slo.latency_s is None else found.goodput,
         latency=latency,
         mean_batch=found.mean_batch,
         busy=found.busy,
         sizes=settings.sizes,
+        padding=found.padding if load.lengths else None,
         wait_s=None if latency.mean_s is None else max(0.0, latency.mean_s - found.run_s - handover_s),
         slo=slo.judge(run),
     )
@@ -198,7 +203,8 @@ def run_simulation(flags: dict[str, Any]) -> int:
     if not flags["as_json"]:
         click.echo(f"{describe(flags['arrivals'], load)}{note}", err=True)
     for combination in each:
-        result = replay(load, service, slo, *combination, sizes=sizes, handover_s=handover_s, seed=flags["seed"])
+        more = {"sizes": sizes, "max_tokens": flags["max_tokens"], "handover_s": handover_s, "seed": flags["seed"]}
+        result = replay(load, service, slo, *combination, **more)
         results.append(result)
         if flags["as_json"]:
             click.echo(msgspec.json.encode(result))
@@ -237,10 +243,43 @@ def read_batches(text: str | None, sizes: Sizes, default: str) -> list[int]:
 def read_arrivals(
     flags: dict[str, Any], usual_s: Callable[[float], float] = lambda rate: SECONDS
 ) -> tuple[OpenLoop, str]:
-    """The arrivals of the flags, and a remark on their file or "".
+    """The arrivals and lengths of the flags, and a remark on their file or "".
 
     Synthetic ones at `rate` last `usual_s(rate)`, unless a time is given. Raises ConfigError.
     """
+    load, remark = _read_arrivals(flags, usual_s)
+    text, most = flags["lengths"], flags["max_tokens"]
+    if text is None:
+        if most is not None:
+            raise ConfigError(f"--max-tokens {most}: it bounds batches of rows with --lengths, which are not given")
+        return load, remark
+    lengths = read_lengths(text, len(load.arrivals), flags["seed"])
+    if most is not None and max(lengths) > most:
+        raise ConfigError(f"--max-tokens {most}: a row has {max(lengths)} tokens, and no batch may hold it")
+    return OpenLoop(load.arrivals, load.rows, lengths), remark
+
+
+def read_lengths(text: str, count: int, seed: int) -> list[int]:
+    """Lengths of `count` rows: drawn from the lines of a file, or log-normal from LEAST to MOST for "LEAST..MOST".
+
+    Three of the distribution's standard deviations lie on either side of the geometric mean. Raises ConfigError.
+    """
+    rng = random.Random(seed)
+    least, dots, most = text.partition("..")
+    if dots and least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most):
+        low, high = math.log(int(least)), math.log(int(most))
+        draws = (rng.gauss((low + high) / 2, (high - low) / 6) for _ in range(count))
+        return [round(math.exp(min(high, max(low, x)))) for x in draws]
+    try:
+        known = [int(line) for line in Path(text).read_text().split()]
+    except (OSError, ValueError):
+        known = []
+    if not known or min(known) < 1:
+        raise ConfigError(f'lengths "{text}": expected LEAST..MOST tokens such as 8..256, or a file of whole numbers')
+    return rng.choices(known, k=count)
+
+
+def _read_arrivals(flags: dict[str, Any], usual_s: Callable[[float], float]) -> tuple[OpenLoop, str]:
     text = flags["arrivals"]
     kind, _, rate_text = text.rpartition(":")
     known = ("poisson", "constant", "gamma")
@@ -275,12 +314,13 @@ def describe(text: str, load: OpenLoop) -> str:
     count, last_s = len(load.arrivals), load.arrivals[-1]
     rows = sum(load.rows) / count if load.rows else 1.0
     mean = f"{number(count / last_s)}/s in the mean" if last_s > 0 else "at once"
-    return f"{text}: {count:,} requests in {number(last_s)} s, {mean}, {rows:.3g} row{'s' * (rows != 1)} each"
+    tokens = f" of {sum(load.lengths) / count:.3g} tokens" if load.lengths else ""
+    return f"{text}: {count:,} requests in {number(last_s)} s, {mean}, {rows:.3g} row{'s' * (rows != 1)}{tokens} each"
 
 
 def _table(results: Sequence[ReplayResult]) -> Iterator[str]:
     """A line for each combination, then the best."""
-    yield as_text([table(COLUMNS, results)])
+    yield as_text([table(COLUMNS | (LENGTHS if results[0].padding is not None else {}), results)])
     first = best(results)
     slo = ",".join(objective.text for objective in results[0].slo)
     if first is not None:
@@ -298,7 +338,7 @@ def _judged(one: ReplayResult) -> str:
     return MET[one.met] if one.slo else ""
 
 
-COLUMNS: Final[Mapping[str, Callable[[ReplayResult], str]]] = {
+COLUMNS: Final[dict[str, Callable[[ReplayResult], str]]] = {
     "policy": lambda one: one.policy,
     "instances": lambda one: f"{one.instances:,}",
     "batch": lambda one: f"{one.batch}",
@@ -311,3 +351,4 @@ COLUMNS: Final[Mapping[str, Callable[[ReplayResult], str]]] = {
     "wait": lambda one: seconds(one.wait_s),
     "SLO": _judged,
 }
+LENGTHS: Final[dict[str, Callable[[ReplayResult], str]]] = {"padding": lambda one: percent(one.padding or 0.0)}

@@ -41,9 +41,9 @@ class ServiceTime(Struct, frozen=True):
         """Seconds without jitter."""
         return self.a + self.b * rows
 
-    def capacity(self, slots: int, max_batch_size: int) -> float:
-        """Rows per second of full batches on all slots."""
-        return slots * max_batch_size / self.t(max_batch_size)
+    def capacity(self, slots: int, rows: float, work: float | None = None) -> float:
+        """Rows per second of full batches of so many rows on all slots; `work`: their tokens."""
+        return slots * rows / self.t(work or rows)
 
     def draw(self, rows: int, rng: random.Random) -> float:
         """Random seconds of one batch."""
@@ -67,6 +67,14 @@ class OpenLoop(Struct, frozen=True):
     arrivals: Sequence[float]
     rows: Sequence[int] = ()
     lengths: Sequence[int] = ()
+
+    def full_batch(self, max_batch_size: int, max_tokens: int | None) -> tuple[float, float]:
+        """Rows of a full batch, and what its time depends on: its rows, or its tokens without padding."""
+        if not self.lengths:
+            return max_batch_size, max_batch_size
+        mean = sum(self.lengths) / len(self.lengths)
+        rows = min(float(max_batch_size), max(1.0, (max_tokens or INF) / mean))
+        return rows, rows * mean
 
 
 class SimulationSettings(Struct, frozen=True, kw_only=True):

@@ -53,7 +53,7 @@ def test_the_docs_page_shows_what_its_commands_print(trace: str, monkeypatch: py
         for line in "".join(shown).splitlines()
         if line.startswith("penstock simulate")
     ]
-    assert [result.exit_code for result in results] == [0, 0, 0]
+    assert [result.exit_code for result in results] == [0, 0, 0, 0]
     assert results[0].stdout == shown[1]
 
 
@@ -89,9 +89,38 @@ def test_a_recording_of_several_models_needs_a_model_name(trace: str) -> None:
     assert "has requests for a, b; name one with --model" in result.output
 
 
+def test_with_lengths_the_cost_counts_tokens_and_padding_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "lengths").write_text("10\n10\n200\n")
+    asked = (
+        "--arrivals",
+        "constant:200",
+        "--cost",
+        "1ms,10us",
+        "--jitter",
+        "0",
+        "--policies",
+        "adaptive",
+        "--batch",
+        "8",
+    )
+    short, texts, bounded = (
+        output(*asked, "--lengths", *more, "--json")
+        for more in (["10..10"], [str(tmp_path / "lengths")], [str(tmp_path / "lengths"), "--max-tokens", "200"])
+    )
+    assert json.loads(short)["capacity"] == pytest.approx(8 / (0.001 + 80 * 10e-6))
+    assert json.loads(short)["padding"] == 0
+    assert json.loads(bounded)["padding"] <= json.loads(texts)["padding"] < 0.5
+    assert json.loads(bounded)["capacity"] < json.loads(texts)["capacity"] < json.loads(short)["capacity"]
+    assert output(*asked, "--lengths", "8..256").splitlines()[1].endswith("padding")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--arrivals", "poisson:5", "--lengths", "9..8"], 'lengths "9..8": expected LEAST..MOST tokens'),
+        (["--arrivals", "poisson:5", "--lengths", "no.txt"], 'lengths "no.txt": expected LEAST..MOST tokens'),
+        (["--arrivals", "poisson:5", "--lengths", "9..9", "--max-tokens", "8"], "a row has 9 tokens"),
+        (["--arrivals", "poisson:5", "--max-tokens", "8"], "it bounds batches of rows with --lengths"),
         (["--arrivals", "poisson"], "expected a rate after the kind"),
         (["--arrivals", "poisson:x"], "expected a rate after the kind"),
         (["--arrivals", "poisson:0"], "expected a rate and a time over 0"),

@@ -15,7 +15,7 @@ from penstock.perf.bench.results import Origin, Results
 from penstock.perf.simulate.costs import CostCurve, parse_memory, read_cost
 from penstock.perf.tune.runner import BatchCurve, Journal, JournalEntry
 
-FLAGS: dict[str, Any] = {"model": "", "token_file": None}
+FLAGS: dict[str, Any] = {"model": "", "token_file": None, "lengths": None}
 
 
 def cost(text: object) -> CostCurve:

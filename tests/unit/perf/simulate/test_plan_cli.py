@@ -88,6 +88,19 @@ def test_ceilings_are_planned_with_the_sizes_to_which_batches_are_padded() -> No
     assert planned(*asked, "--sizes", "auto")["chosen"]["sizes"][:3] == [1, 2, 4]
 
 
+def test_texts_are_planned_by_their_tokens() -> None:
+    asked = ("--arrivals", "poisson:2000", "--seconds", "2", "--slo", "p99<=50ms", "--batch", "8,32", "--json")
+    flags = [("--lengths", "20..20"), ("--lengths", "8..200"), ("--lengths", "8..200", "--max-tokens", "400")]
+    plain, mixed, bounded = (json.loads(run("--cost", "2ms,20us", *asked, *more).stdout) for more in flags)
+    assert plain["full_rate"] == pytest.approx(
+        plain["instances"] * plain["batch"] / (0.002 + 20e-6 * 20 * plain["batch"])
+    )
+    assert plain["instances"] < mixed["instances"] <= bounded["instances"]
+    assert 0 < mixed["chosen"]["padding"] < 0.5
+    refused = run("--arrivals", "poisson:5", "--cost", "http://127.0.0.1:1", "--lengths", "8..9", "--slo", "p99<=1s")
+    assert "with --lengths it counts tokens; expected A,B" in refused.output
+
+
 def test_a_long_recording_is_planned_for_its_busiest_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.perf.simulate.planner.PEAK", 4000)
     rng = random.Random(2)
