@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import shutil
 import signal
@@ -11,6 +12,7 @@ import socket
 import ssl
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import pytest
 
 SOURCE = """
 import time
+import urllib.request
 def echo(items):
     time.sleep(0.002)
     return items
@@ -220,3 +223,50 @@ def test_sighup_replaces_the_certificate_and_the_client_authority(serve: Callabl
         assert time.monotonic() < end
     assert answer == (second, True)
     assert ask(one) == (second, False)
+
+
+async def test_reload_follows_the_files_and_shows_what_is_wrong_with_them(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    app, helper, toml, log = (tmp_path / name for name in ("app.py", "helper.py", "penstock.toml", "server.log"))
+    app.write_text("def which(items) return items\n")  # the server waits for it to change
+    toml.write_text(f'[models.which]\ntarget = "app.py:which"\n[logging]\nfile = "{log}"\n')
+    server = serve(None, "penstock.toml", "--reload")
+    statuses = set()
+
+    async def answered(expected: bytes) -> None:
+        async with asyncio.timeout(20):
+            while (answer := await asyncio.to_thread(server.post, "/predictions/which", b"1"))[1] != expected:
+                statuses.add(answer[0])
+                await asyncio.sleep(0.02)
+
+    def last_error() -> str:
+        with urllib.request.urlopen(f"{server.urls['metrics']}/dashboard/events", timeout=5) as stream:
+            events = json.loads(stream.readline().removeprefix(b"data: "))["events"]
+        return next(str(event["text"]) for event in reversed(events) if event["kind"] == "not reloaded")
+
+    async def shown(*words: str) -> None:
+        async with asyncio.timeout(20):
+            while not all(word in log.read_text() for word in words):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert words[-1] in await asyncio.to_thread(last_error)
+
+    assert server.post("/predictions/which", b"1")[0] == 503
+    helper.write_text("NUMBER = 'one'\n")
+    app.write_text("from helper import NUMBER\n\ndef which(items):\n    return [NUMBER for _ in items]\n")
+    await answered(b"one")
+    statuses.clear()
+    helper.write_text("NUMBER = 'the second'\n")
+    await answered(b"the second")
+    helper.write_text("NUMBER = 'three\n")
+    await shown("event=reloaded models=none_loaded", "unterminated string literal")
+    helper.write_text("NUMBER = 'number 4'\n")
+    await answered(b"number 4")
+    before = toml.read_text()
+    toml.write_text(before.replace("target", "targte"))
+    await shown("event=reload_failed", "did you mean 'target'")
+    app.write_text(app.read_text().replace("def which", "def other"))
+    toml.write_text(before.replace(":which", ":other"))
+    helper.write_text("NUMBER = 'five'\n")
+    await answered(b"five")
+    assert statuses == {200}

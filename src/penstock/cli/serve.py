@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import click
@@ -17,7 +18,6 @@ from penstock.plugins import is_pipeline_file
 _FLAGS = {"batching": "max-batch-size", "options": "option"}  # flags whose name differs from their key
 
 _INSTEAD = {
-    "--reload": "On SIGHUP the server loads changed files again: kill -HUP PID.",
     "--model-store": "Write --set server.model_store=FOLDER, or penstock torchserve.",
     **dict.fromkeys(("--log-level", "--debug", "--verbose"), "Write --set logging.level=debug."),
 }
@@ -50,6 +50,8 @@ def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[st
             raise ConfigError(f"--platform {platform} sets the address; leave out --host and --port")
         server["platform"] = platform
     server |= {key: True for key in ("insecure", "keep_going") if flags[key]}
+    if flags["reload"]:
+        server["keep_going"] = True  # a model that does not load waits for its file to change
     base: dict[str, Any] = {"models": {name: {**keys, **per_model} for name, keys in models.items()}}
     base["server"] = server
     if flags["token_file"] is not None:
@@ -136,6 +138,7 @@ class _Serve(click.Command):
 )
 @click.option("--insecure", is_flag=True, help="Allow a non-loopback address without a token.")
 @click.option("--keep-going", is_flag=True, help="Serve the other models if one does not load.")
+@click.option("--reload", is_flag=True, help="Reload models when their files change, for development.")
 @click.option("--record", type=click.Path(), metavar="FILE", help="Write times and sizes of requests as JSON lines.")
 @click.option("--set", "sets", multiple=True, metavar="A.B=C", help="Set any configuration key.")
 def serve(targets: tuple[str, ...], sets: tuple[str, ...], record: str | None, **flags: Any) -> None:
@@ -156,7 +159,10 @@ def serve(targets: tuple[str, ...], sets: tuple[str, ...], record: str | None, *
 
         if check is not None:
             check.result()
-        sys.exit(run(config, record=record, reread=lambda: build_config(targets, flags, sets)))
+        toml, _ = split_targets(targets)
+        watched = [toml] if toml else []
+        reread = partial(build_config, targets, flags, sets)
+        sys.exit(run(config, record=record, reread=reread, watched=watched if flags["reload"] else None))
 
 
 # ---- penstock config

@@ -23,8 +23,8 @@ from penstock.config.schema import Config
 from penstock.core.contracts import HttpSnapshot, ServerSnapshot
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.management import Management
-from penstock.core.engine.rules import check_devices
-from penstock.errors import ConfigError, install_hint
+from penstock.core.engine.rules import check_devices, stamps_of
+from penstock.errors import ConfigError, PenstockError, describe, install_hint
 from penstock.platforms import platform_routes
 from penstock.serving.http.admin import management_routes, metrics_routes
 from penstock.serving.http.auth import OriginPolicy, make_ssl_context, replace_ssl_context
@@ -53,6 +53,7 @@ log = logging.getLogger("penstock.cli")
 
 GRPC_PORT = 8001  # by default
 MANAGEMENT_PORT = 8081  # by default
+WATCH_S = 0.3  # between two looks at the files of `--reload`: a saved file is live within a second
 ADMIN_DRAIN_S = 2.0  # for responses in flight when the management and metrics listeners close
 _MAX_ROWS = 5  # of the models table in the banner
 _MAX_ELEMENTS = 64  # of an example input in the banner
@@ -64,10 +65,12 @@ def run(
     *,
     record: str | None = None,
     reread: Callable[[], Config] | None = None,
+    watched: Sequence[str] | None = None,
 ) -> int:
     """Serves until SIGINT or SIGTERM and returns the exit status. Raises PenstockError if it cannot start.
 
     `record` names a new file for the times and sizes of requests. On SIGHUP, `reread` returns the new configuration.
+    If `watched` is given, the server also reloads when one of these files or a file of a model changes.
     """
     for section, model in config.models.items():
         check_devices(model, f"models.{section}.")
@@ -76,7 +79,7 @@ def run(
     logs = ServerLog(config.logging)
     code = 1
     try:
-        code = runner()(Server(config, logs, recorder, reread or (lambda: config)).main(on_ready))
+        code = runner()(Server(config, logs, recorder, reread or (lambda: config), watched).main(on_ready))
         return code
     finally:
         if recorder is not None:
@@ -89,12 +92,18 @@ class Server:
     """Everything in the server process of `penstock serve`. Its attributes are the listeners and what they share."""
 
     def __init__(
-        self, config: Config, logs: ServerLog, recorder: ArrivalRecorder | None, reread: Callable[[], Config]
+        self,
+        config: Config,
+        logs: ServerLog,
+        recorder: ArrivalRecorder | None,
+        reread: Callable[[], Config],
+        watched: Sequence[str] | None,
     ) -> None:
         self._config = config
         self._logs = logs
         self._recorder = recorder
         self._reread = reread
+        self._watched = watched
         self._records = BatchRecords()
         self._statistics = ModelStatistics()
         further = TritonMetrics(self._statistics) if config.server.triton_metrics else None
@@ -135,7 +144,7 @@ class Server:
         flavor = self._flavor("inference", s.host, further=further)
         http = HttpServer(triton.memory.count_uses(engine), self._limits, ssl=self._tls, flavor=flavor)
         self._metrics.read = lambda: _reading(engine, http, self._grpc)
-        ticks = asyncio.ensure_future(self._dashboard.run()) if shown else None
+        tasks = [asyncio.ensure_future(self._dashboard.run())] if shown else []
         try:
             self._note("inference", *await http.start(s.host, s.port))
             await self._bind_thrift(engine)
@@ -147,6 +156,8 @@ class Server:
                 self._management = management
                 freeze_heap()
                 self._announce(engine, on_ready)
+                if self._watched is not None:
+                    tasks.append(asyncio.ensure_future(self._watch(self._watched, management)))
             await self._stop.wait()
             return 0
         finally:
@@ -157,9 +168,9 @@ class Server:
             others = [each for each in (self._thrift, self._grpc) if each is not None]
             await asyncio.gather(*(each.close(self._config.server.drain_s) for each in (http, *others)))
             await engine.close(max(0.0, end - time.monotonic()))
-            if ticks is not None:
-                ticks.cancel()
-                self._dashboard.close()
+            for task in tasks:
+                task.cancel()
+            self._dashboard.close()
             for server in self._admin:
                 await server.close(ADMIN_DRAIN_S)
             triton.memory.close()
@@ -177,7 +188,29 @@ class Server:
         hosts = [s.host, s.grpc_host or s.host, *([] if s.thrift_port is None else [s.thrift_host])]
         return lame_duck_s(hosts) if s.lame_duck_s is None else s.lame_duck_s
 
+    async def _watch(self, files: Sequence[str], management: Management) -> None:
+        """Reloads when files have changed and stay equal for one more look: editors write a file in several steps."""
+
+        def look() -> dict[str, tuple[int, int, int]]:
+            return stamps_of(files) | management.file_stamps()
+
+        known = last = await asyncio.to_thread(look)
+        while True:
+            await asyncio.sleep(WATCH_S)
+            last, before = await asyncio.to_thread(look), last
+            if last == before != known:
+                known = last
+                self._stop.hang_up()
+
     async def _reload(self) -> None:
+        """Reloads, and shows on the dashboard what could not be reloaded."""
+        try:
+            await self._apply()
+        except PenstockError as error:
+            self._history.note("", "", "not reloaded", error.message)
+            raise
+
+    async def _apply(self) -> None:
         """Applies changed tokens, TLS files, log level and models. Raises ConfigError; then nothing has changed.
 
         The names of the token, password and TLS files stay: without them the bound ports could open to everyone.
@@ -195,8 +228,13 @@ class Server:
             if self._grpc is not None and grpc_tls is not None:
                 self._grpc.reload_tls(grpc_tls)
         self._logs.set_level(config.logging.level)
-        loaded = [] if self._management is None else await self._management.reload(config.models)
-        log.info("event=reloaded models=%s also=tokens,tls_files,log_level", ",".join(loaded) or "none_changed")
+        changed = {} if self._management is None else await self._management.reload(config.models)
+        for (name, version), error in changed.items():
+            if error is not None:
+                self._history.note(name, version, "not reloaded", describe(error.__cause__ or error))
+        loaded = ",".join(f"{name}/{version}" for (name, version), error in changed.items() if error is None)
+        none = "none_loaded" if changed else "none_changed"
+        log.info("event=reloaded models=%s also=tokens,tls_files,log_level", loaded or none)
 
     # ---- listeners
 

@@ -60,7 +60,7 @@ class StopSignal:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
-        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+        loop.add_signal_handler(signal.SIGHUP, self.hang_up)
         fd = os.environ.pop(PARENT_FD, "")  # workers must not inherit it
         if fd.isdigit():
             with contextlib.suppress(OSError):
@@ -72,7 +72,8 @@ class StopSignal:
         self._on_first()
         self._event.set()
 
-    def _on_hangup(self) -> None:
+    def hang_up(self) -> None:
+        """Reloads, as SIGHUP does."""
         if self._reloading is not None and not self._reloading.done():
             self._again = True
         elif not self._event.is_set():

@@ -11,7 +11,7 @@ from penstock.errors import ConfigError, ListenFailed, LoadFailed, PenstockError
 FLAGS: dict[str, object] = dict.fromkeys(
     (
         *("instances", "devices", "max_batch_size", "model", "compat", "host", "port"),
-        *("tls_cert", "tls_key", "tls_password_file", "token_file", "insecure", "keep_going"),
+        *("tls_cert", "tls_key", "tls_password_file", "token_file", "insecure", "keep_going", "reload"),
     )
 )
 

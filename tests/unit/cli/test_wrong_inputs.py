@@ -74,7 +74,6 @@ ROWS = (
     ("serve typo.toml", 'for a name with a dot write models."my.model"'),
     ("serve batching.toml", "unknown section 'batching'; did you mean models.NAME.batching?"),
     # options
-    ("serve one.py --reload", "No such option '--reload'. On SIGHUP the server loads changed files again"),
     ("serve one.py --log-level debug", "No such option '--log-level'. Write --set logging.level=debug."),
     ("serve one.py --debug", "Write --set logging.level=debug."),
     ("serve one.py --pory 9000", "'--port'?"),

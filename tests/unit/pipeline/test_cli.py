@@ -215,7 +215,7 @@ def page_server() -> Iterator[tuple[str, list[str]]]:
 
 FLAGS: dict[str, object] = {
     **dict.fromkeys(("instances", "devices", "max_batch_size", "model", "compat", "host", "port")),
-    **dict.fromkeys(("tls_cert", "tls_key", "tls_password_file", "token_file", "insecure", "keep_going")),
+    **dict.fromkeys(("tls_cert", "tls_key", "tls_password_file", "token_file", "insecure", "keep_going", "reload")),
     "options": (),
 }
 NODE = '[a]\nbackend = "Identity"\n'

@@ -99,11 +99,15 @@ class Management:
         self.check_open()
         await self._change(self._in_turn(model, partial(self._engine.set_traffic, model, weights)))
 
-    async def reload(self, models: Mapping[str, ModelConfig]) -> list[str]:
+    def file_stamps(self) -> dict[str, tuple[int, int, int]]:
+        """The stamps of the files of all visible versions. Reads the files, so it is no call for the loop's thread."""
+        return {k: v for h in self._engine.handles() for k, v in file_stamps(h.config, self._sys_path).items()}
+
+    async def reload(self, models: Mapping[str, ModelConfig]) -> dict[tuple[str, str], BaseException | None]:
         """Reloads the versions whose section in `models` or files have changed, without losing a request.
 
         A version that does not load answers as before. Other new and removed sections are not applied. Returns the
-        loaded versions.
+        changed versions, with the errors of those that did not load; the cause of an error is its reason.
         """
         wanted = {(model.name or section, model.version): model for section, model in models.items()}
         changes, names = [], []
@@ -111,11 +115,10 @@ class Management:
             config = wanted.pop((handle.name, handle.version), handle.config)
             if config != handle.config or file_stamps(config, self._sys_path) != handle.files:
                 changes.append(self._change(self._in_turn(handle.name, partial(self._put, handle.name, config), True)))
-                names.append(f"{handle.name}/{handle.version}")
+                names.append((handle.name, handle.version))
         for name, version in wanted:
             log.warning("event=not_reloaded model=%s version=%s reason=new_section hint=restart", name, version)
-        failed = await asyncio.gather(*changes, return_exceptions=True)
-        return [name for name, error in zip(names, failed, strict=True) if error is None]
+        return dict(zip(names, await asyncio.gather(*changes, return_exceptions=True), strict=True))
 
     async def _change(self, change: Coroutine[Any, Any, None]) -> None:
         """Completes the change, even if the caller leaves meanwhile."""
@@ -150,7 +153,7 @@ class Management:
         try:
             await self._engine.put(handle, drain_s=self._config.server.drain_s)
         except (LoadFailed, ConfigError) as e:
-            raise self._not_loaded(e, f"model '{model}' version '{config.version}' could not be loaded") from None
+            raise self._not_loaded(e, f"model '{model}' version '{config.version}' could not be loaded") from e
         log.info("loaded model=%s version=%s", model, config.version)
 
     async def _unload(self, unload: _Unload) -> None:
@@ -231,7 +234,7 @@ class Management:
     @staticmethod
     def _not_loaded(error: PenstockError, what: str) -> LoadFailed:
         """The error for the caller; the reason, which may name paths, goes to the log."""
-        log.warning("load_failed error=%s%s: %s", error, f"\n{error.detail}" if error.detail else "", what)
+        log.warning("load_failed: %s error=%s%s", what, error, f"\n{error.detail}" if error.detail else "")
         return LoadFailed(f"{what}; nothing has changed; the server's log has the reason")
 
 

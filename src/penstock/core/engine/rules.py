@@ -5,7 +5,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,11 @@ def file_stamps(config: ModelConfig, folders: Sequence[str]) -> dict[str, tuple[
             paths += [file for file in beside if os.path.isfile(file) and file not in paths]
     others = (config.weights, config.requirements, *config.labels.values(), *config.options.values())
     paths += [value for value in others if isinstance(value, str)]
+    return stamps_of(paths)
+
+
+def stamps_of(paths: Iterable[str]) -> dict[str, tuple[int, int, int]]:
+    """{path: (inode, size, time of the last change in ns)} of the files among the paths."""
     found = {}
     for path in paths:
         with contextlib.suppress(OSError, ValueError):

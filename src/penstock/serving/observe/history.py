@@ -85,16 +85,16 @@ class History(Observer):
         self._latencies_s.setdefault((model, version), []).extend(latencies_s)
 
     def on_load(self, model: str, version: str, slot: int, seconds: float) -> None:
-        self._note(model, version, "ready", f"instance {slot} loaded in {seconds:.1f} s")
+        self.note(model, version, "ready", f"instance {slot} loaded in {seconds:.1f} s")
 
     def on_worker(self, model: str, version: str, slot: int, state: str) -> None:
         if state != "ready":
-            self._note(model, version, state, f"instance {slot}")
+            self.note(model, version, state, f"instance {slot}")
 
     def on_unload(self, model: str, version: str) -> None:
-        self._note(model, version, "unloaded", "")
+        self.note(model, version, "unloaded", "")
 
-    def _note(self, model: str, version: str, kind: str, text: str) -> None:
+    def note(self, model: str, version: str, kind: str, text: str) -> None:
         self.events.append(Event(time.time(), model, version, kind, text))
         self.event_count += 1
 
