@@ -52,9 +52,10 @@ BENCHMARKS = $(shell grep -l 'Report.__file__' benchmarks/*.py)
 bench: $(VENV)/.dev wrk redis-server h2load
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file $(BENCH) || exit 1; done
 
-# the site in site/, and the pages of the reference that are kept in git
+# the site in site/, and the pages of the reference and the diagrams that are kept in git
 docs: $(VENV)/.docs
 	$(BIN)/python tools/reference_pages.py
+	$(BIN)/python tools/docs_diagrams.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # the pictures of the pages, by Chromium
