@@ -67,6 +67,7 @@ def test_more_instances_never_have_a_longer_tail(machine: Machine, instances: in
     assert many <= fewer * WORSE + hold_s
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(machines, st.floats(1.5, 4), st.floats(1, 2))
 def test_a_looser_slo_never_costs_more_and_each_instance_is_needed(
@@ -86,6 +87,7 @@ def test_a_looser_slo_never_costs_more_and_each_instance_is_needed(
     assert tight.needed == 1 or not one.at(tight.needed - 1, tight.batch).met or tight.needed == one.floor(tight.batch)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(machines, st.integers(1, 3))
 def test_the_slo_holds_while_the_spare_instances_are_down(machine: Machine, failures: int) -> None:

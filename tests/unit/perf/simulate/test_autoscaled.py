@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.support.load_traces import CAPACITY, Clairvoyant, least_worker_s, too_many, trace
 
 from penstock.core.batching.autoscale import AutoscaleLimits, Autoscaler, LoadReading
@@ -13,6 +14,7 @@ LIMITS = AutoscaleLimits(fewest=1, most=64, quiet_s=8.0, slo_s=SLO_S)
 SETTINGS = SimulationSettings(slots=1, depth=2, max_batch_size=16, handover_s=0.0005)
 
 
+@pytest.mark.slow
 def test_the_slo_holds_for_little_more_than_the_least_cost() -> None:
     """Five loads and five pauses; `benchmarks/autoscale.py` has more traces."""
     arrivals = trace("on-off", SECONDS)
