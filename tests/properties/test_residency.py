@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.batching.residency import Residency, ResidentModel
@@ -120,25 +120,111 @@ def least_misses(arrivals: list[int], places: int) -> int:
     return misses
 
 
-@pytest.mark.parametrize(("exponent", "share"), [(1.0, 0.85), (1.2, 0.9)])  # with known rates it is 0.89 and 0.93
-def test_a_hundred_models_in_the_memory_of_ten_are_there_nearly_as_often_as_they_can_be(
-    exponent: float, share: float
-) -> None:
-    rng = random.Random(3)
-    arrivals = rng.choices(range(100), [1 / k**exponent for k in range(1, 101)], k=20_000)
-    residency = Residency({"cpu": 10**9})
-    models = [ResidentModel((str(k), "1"), {"cpu": 10**8}, declared=True) for k in range(100)]
+def recent_misses(arrivals: list[int], places: int) -> int:
+    """Misses if the least recently used model leaves."""
+    inside: dict[int, None] = {}
+    misses = 0
+    for model in arrivals:
+        misses += model not in inside
+        inside.pop(model, None)
+        if len(inside) >= places:
+            del inside[next(iter(inside))]
+        inside[model] = None
+    return misses
+
+
+def zipf(exponent: float, every: int, count: int, seed: int) -> list[int]:
+    """Requests for MODELS models, whose ranks change at random after each `every` requests."""
+    rng, models = random.Random(seed), list(range(MODELS))
+    weights = [1 / k**exponent for k in range(1, MODELS + 1)]
+    found: list[int] = []
+    while len(found) < count:
+        found += rng.choices(models, weights, k=min(every, count - len(found)))
+        rng.shuffle(models)
+    return found
+
+
+def bursts(count: int, seed: int) -> list[int]:
+    """Eight models have requests at a time, up to 60 each, and are replaced by others: what is recent is all that
+    counts."""
+    rng = random.Random(seed)
+    active = [rng.randrange(MODELS) for _ in range(8)]
+    found: list[int] = []
+    while len(found) < count:
+        place = rng.randrange(8)
+        found.append(active[place])
+        if rng.random() < 1 / 30:
+            active[place] = rng.randrange(MODELS)
+    return found
+
+
+def loads(arrivals: list[int], places: int, busy: int = 0) -> int:
+    """Loads of a Residency with room for `places` models of equal size, with a request a second. Before each, a pinned
+    model has `busy` requests."""
+    residency = Residency({"cpu": places * 10})
+    models = [ResidentModel((str(k), "1"), {"cpu": 10}, declared=True) for k in range(MODELS)]
     for model in models:
         residency.add(model)
-    shell, now = Shell(residency), 0.0
-    for k in arrivals:
-        now += rng.expovariate(5.0)
-        shell.request(models[k], now)
-    shell.until(now + 100)
+    pinned = ResidentModel(("pinned", "1"), {"cpu": 0}, pinned=True, declared=True, place="in")
+    if busy:
+        residency.add(pinned)
+    shell = Shell(residency)
+    for second, k in enumerate(arrivals):
+        pinned.requests += busy
+        shell.request(models[k], float(second))
+    shell.until(len(arrivals) + 1.0)
     assert shell.answered == len(arrivals)
-    best = 1 - least_misses(arrivals, 10) / len(arrivals)
-    found = 1 - sum(model.loads for model in models) / len(arrivals)
-    assert found >= share * best, (found, best, shell.hits / len(arrivals))
+    return sum(model.loads for model in models)
+
+
+MODELS = 100
+FIVE_MINUTES = 1500  # requests, of 5 a second
+FOR_EVER = 10**9
+
+
+@pytest.mark.parametrize("places", [5, 10, 30])
+@pytest.mark.parametrize(
+    ("exponent", "every", "share"),
+    [
+        (1.0, FIVE_MINUTES, 0.84),
+        (1.2, FIVE_MINUTES, 0.88),
+        (1.0, FOR_EVER, 0.86),
+        (1.2, FOR_EVER, 0.9),
+    ],
+)
+def test_the_models_in_memory_follow_a_change_of_popularity(
+    places: int, exponent: float, every: int, share: float
+) -> None:
+    for seed in (1, 2, 3):
+        arrivals = zipf(exponent, every, 4 * FIVE_MINUTES, seed)
+        found, best, recent = (
+            1 - misses(arrivals, places) / len(arrivals) for misses in (loads, least_misses, recent_misses)
+        )
+        assert found >= share * best, (found, best)
+        assert found >= recent, (found, recent)
+
+
+@settings(max_examples=12)
+@given(
+    st.integers(0, 999),
+    st.integers(3, 40),
+    st.floats(0.7, 1.4),
+    st.sampled_from([150, 300, 1500, FOR_EVER]),
+    st.sampled_from([0, 200]),
+)
+def test_fewer_models_are_loaded_than_if_the_least_recently_used_one_leaves(
+    seed: int, places: int, exponent: float, every: int, busy: int
+) -> None:
+    arrivals = zipf(exponent, every, 1500, seed)
+    found, recent = loads(arrivals, places, busy), recent_misses(arrivals, places)
+    assert found <= 1.02 * recent, (found, recent)
+
+
+@pytest.mark.parametrize("places", [5, 10, 30])
+def test_bursts_are_followed(places: int) -> None:
+    arrivals = bursts(3000, places)
+    hits, recent = (len(arrivals) - misses(arrivals, places) for misses in (loads, recent_misses))
+    assert hits >= 0.96 * recent, (hits, recent)
 
 
 def test_a_model_with_requests_keeps_its_place_for_a_while() -> None:

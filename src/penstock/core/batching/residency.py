@@ -1,18 +1,32 @@
 """Residency: which models are in the memory of the devices, and which leaves for another. Pure; time is an argument.
 
 Every device has a budget in bytes. A model that is wanted and does not fit takes the place of the least valuable ones.
-The value of a model is what its absence costs, per byte: the rate of its requests x the time of its load (the greedy
-dual size frequency rule of web caches, without its aging; rates fade instead).
+The value of a model is what its absence costs, per byte: the probability of its use x the time of its load (the greedy
+dual size frequency rule of web caches, without its aging). A use is one request or more between two loads of any
+models: it is what a load would be needed for.
+
+The probability is predicted from past uses. A long memory is exact while popularity stays, and wrong for long after it
+has changed; a short one follows at once, and is never exact. So several memories predict. Each weighs as much as the
+probability that it gave the uses of the last loads (a mixture of experts). Memories last for numbers of loads, not of
+seconds or requests: a slow turnover needs a longer one, and the requests of one model must not hide those of others.
 """
 
 import math
 from collections.abc import Mapping
+from typing import TypeAlias
 
+import numpy as np
 from msgspec import Struct, field
+from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
 
-MEMORY_S = 3600.0  # requests count in a model's rate for about this time
+Floats: TypeAlias = NDArray[np.float64]
+
+# Choices, checked by tests/properties/test_residency.py against Belady's rule and the least recently used model.
+MEMORIES = np.array([4.0, 16.0, 64.0, 256.0, 1024.0])  # loads after which a use counts 1/e
+_SCORED = 20.0  # loads after which a prediction counts 1/e in the weight of its memory
+_UNSEEN = 0.2  # uses that every model has at least: one without any is improbable, not impossible
 STAY_S = 1.0  # a model with requests stays at least this long, or four times its load if that is longer
 _LOADS = 4.0
 OUT_OF_MEMORY = 1.25  # factor on the estimate of a model whose load ran out of memory
@@ -34,9 +48,9 @@ class ResidentModel(Struct, eq=False):
     used_s: float = -math.inf
     load_s: float = 1.0  # learned
     requests: int = 0
-    rate: float = 0.0  # requests in about MEMORY_S seconds
-    rated_s: float = 0.0
-    rated: int = 0  # requests that are in `rate`
+    uses: Floats = field(default_factory=lambda: np.zeros(len(MEMORIES)))  # in each memory
+    counted: int = 0  # requests that are in `uses`
+    share: float = 0.0  # predicted, of all uses
     loads: int = 0
     evictions: int = 0
     reason: str = ""  # of its last move
@@ -46,12 +60,10 @@ class ResidentModel(Struct, eq=False):
     def size(self) -> int:
         return sum(self.need.values())
 
-    def value(self, now: float) -> float:
+    @property
+    def value(self) -> float:
         """Seconds of waiting that a byte saves."""
-        fade = math.exp(min(0.0, self.rated_s - now) / MEMORY_S)
-        self.rate = self.rate * fade + self.requests - self.rated
-        self.rated, self.rated_s = self.requests, now
-        return self.rate * self.load_s / max(1, self.size)
+        return self.share * self.load_s / max(1, self.size)
 
     def explain(self) -> dict[str, object]:
         """The statistics of one model, for people."""
@@ -60,7 +72,7 @@ class ResidentModel(Struct, eq=False):
             "reason": self.reason,
             "bytes": dict(self.need),
             "load_s": self.load_s,
-            "rate": self.rate / MEMORY_S,
+            "share": self.share,
             "loads": self.loads,
             "evictions": self.evictions,
             "pinned": self.pinned,
@@ -78,6 +90,8 @@ class Residency:
     def __init__(self, budgets: Mapping[str, int]) -> None:
         self.budgets = dict(budgets)
         self.models: dict[tuple[str, str], ResidentModel] = {}
+        self._loads = self._learned = 0  # loads, and those when uses were counted last
+        self._scores: Floats = np.zeros(len(MEMORIES))  # logarithms of the probability that each gave the last uses
 
     def add(self, model: ResidentModel) -> None:
         """Raises ConfigError if it can never be loaded."""
@@ -150,8 +164,9 @@ class Residency:
         leaving: list[ResidentModel] = []
         if all(n <= 0 for n in missing.values()):
             return leaving, True
+        self._predict()
         candidates = [m for m in self.models.values() if m.place == "in" and not m.pinned]
-        candidates.sort(key=lambda m: (busy.get(m.key, 0) > 0, m.value(now), m.used_s))
+        candidates.sort(key=lambda m: (busy.get(m.key, 0) > 0, m.value, m.used_s))
         for other in candidates:
             if not any(missing[d] > 0 and other.need.get(d) for d in missing):
                 continue
@@ -161,6 +176,22 @@ class Residency:
             for device in missing:
                 missing[device] -= other.need.get(device, 0)
         return leaving, all(n <= 0 for n in missing.values())
+
+    def _predict(self) -> None:
+        """Scores the memories by the uses since the last load, adds these to them, and predicts the shares."""
+        loads, self._learned = self._loads - self._learned, self._loads
+        if not loads:
+            return
+        models = list(self.models.values())
+        uses = np.array([m.uses for m in models])
+        new = np.array([[m.requests > m.counted] for m in models])
+        self._scores *= math.exp(-loads / _SCORED)
+        self._scores += (new * np.log(_shares(uses))).sum(axis=0)
+        uses = uses * np.exp(-loads / MEMORIES) + new
+        weights = np.exp(self._scores - self._scores.max())
+        shares = _shares(uses) @ (weights / weights.sum())
+        for model, used, share in zip(models, uses, shares.tolist(), strict=True):
+            model.uses, model.counted, model.share = used, model.requests, share
 
     def fits(self, model: ResidentModel) -> bool:
         """Whether `model` can be loaded now. While no size is known, one model is loaded after the other."""
@@ -188,6 +219,7 @@ class Residency:
     def loaded(self, model: ResidentModel, measured: Mapping[str, int], seconds: float, now: float) -> list[str]:
         """Learns from a load. Returns the devices on which the model took more than it declared."""
         model.loads += 1
+        self._loads += 1
         model.load_s += (seconds - model.load_s) / min(model.loads, 4)
         more = [d for d, n in measured.items() if model.declared and n > model.need.get(d, 0)]
         for device, nbytes in measured.items():
@@ -204,3 +236,9 @@ class Residency:
                 model.need[device] = min(largest, max(need + 1, int(need * OUT_OF_MEMORY)))
                 can = True
         return can
+
+
+def _shares(uses: Floats) -> Floats:
+    """The shares that each memory predicts, from uses of shape (models, memories)."""
+    shares: Floats = (uses + _UNSEEN) / (uses + _UNSEEN).sum(axis=0)
+    return shares
