@@ -48,11 +48,13 @@ def make_clip(
     audio: bool = False,
     streams: int = 1,
     rotate: int | None = None,
+    held: int = 1,
 ) -> Path:
     """Writes a clip of `size` (width, height); the suffix selects the container. Returns the path.
 
     `frames` is their number, or the pts of each in units of 1/fps (gaps make the rate variable). A second video stream
-    shows numbers from 512. `rotate` is the angle of the display matrix, counter-clockwise.
+    shows numbers from 512. Each number is shown by `held` frames. `rotate` is the angle of the display matrix,
+    counter-clockwise.
     """
     av: Any = importlib.import_module("av")
     width, height = size
@@ -67,7 +69,7 @@ def make_clip(
         out.start_encoding()  # a clip without frames also has a header
         for number, pts in enumerate(times):
             for place, stream in enumerate(videos):
-                frame = av.VideoFrame.from_ndarray(picture(number + 512 * place, width, height), format="rgb24")
+                frame = av.VideoFrame.from_ndarray(picture(number // held + 512 * place, width, height), format="rgb24")
                 frame.pts, frame.time_base = first_pts + pts, Fraction(1, fps)
                 out.mux(stream.encode(frame))
         for stream in videos:

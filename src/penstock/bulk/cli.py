@@ -72,6 +72,8 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
     chosen = [f"--{name}" for name in ("every", "fps", "keyframes") if flags[name]]
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)} exclude each other; give one")
+    if flags["carry"] and flags["dedupe"] is None:
+        raise ConfigError("--carry-captions needs --dedupe, which finds the frames to carry captions to")
     if flags["end"] is not None and flags["end"] <= (flags["start"] or 0.0):
         raise ConfigError("--end must be later than --start")
     if not flags["servers"] and (flags["retry_failed"] or flags["restart"] or flags["dry_run"] or flags["inputs"]):
@@ -107,7 +109,7 @@ def make_sampling(flags: dict[str, Any]) -> Sampling:
         fps=fps,
         start_s=flags["start"] or 0.0,
         end_s=flags["end"],
-        **{name: flags[name] for name in ("max_frames", "stream", "keyframes")},
+        **{name: flags[name] for name in ("max_frames", "stream", "keyframes", "dedupe", "carry")},
     )
 
 
@@ -151,6 +153,11 @@ class SignalHandlers:
 )
 @click.option("--fps", type=click.FloatRange(0, min_open=True), metavar="F", help="Caption F frames per second.")
 @click.option("--keyframes", is_flag=True, help="Caption keyframes only; most files need no other frame decoded.")
+@click.option(
+    "--dedupe", type=click.IntRange(0, 255), metavar="BITS",
+    help="Skip frames whose perceptual hash differs by at most BITS of 256 from the last captioned one.",
+)  # fmt: skip
+@click.option("--carry-captions", "carry", is_flag=True, help="Give skipped near-duplicates the caption they repeat.")
 @click.option("--start", callback=seconds, metavar="TIME", help="Start at this time: seconds or [H:]M:S.")
 @click.option("--end", callback=seconds, metavar="TIME", help="Stop before this time.")
 @click.option("--max-frames", type=click.IntRange(1), metavar="N", help="Caption at most N frames of each video.")

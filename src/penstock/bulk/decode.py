@@ -8,20 +8,21 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from penstock.bulk.frames import DecodedFrame, FrameReader, GapList
-from penstock.bulk.pixels import Array, FrameConverter, jpeg_encoder
-from penstock.bulk.types import Chunk, Position, ReadPlan, ReadResult, Sampling, Stopped, Video
+from penstock.bulk.pixels import Array, DifferenceHash, FrameConverter, jpeg_encoder
+from penstock.bulk.types import Chunk, Position, ReadPlan, ReadResult, Sample, Sampling, Stopped, Video
 from penstock.bulk.video import VideoError, VideoProbe
 
 _logger = logging.getLogger("penstock.bulk")
 
-Decision = Literal["take", "skip", "end"]
+Decision = Literal["take", "similar", "skip", "end"]
 
 _said: set[str] = set()  # warnings: a disk may hold thousands of such videos
+MAX_SIMILAR = 500  # near-duplicates in a row: bounds what waits for the next caption, and its age
 ROUNDING_S = 1e-6  # times are floats of exact fractions: far above their error, far below the duration of any frame
 
 
@@ -40,8 +41,10 @@ def read_chunks(
     try:
         with closing(reader.frames()) as frames:
             try:
-                for frame, sampled in _sampled(reader, frames, sampling, resume):
-                    if not sampled:
+                for frame, decision in _chosen(reader, frames, sampling, resume):
+                    if decision == "similar":
+                        builder.similar.append(Sample(frame.number, frame.time_s, frame.pts))
+                    if decision != "take":
                         continue
                     if builder.differs(frame):
                         yield builder.chunk()
@@ -55,29 +58,54 @@ def read_chunks(
         if builder.started:
             yield builder.chunk()
         reader.gaps.end()
-        return ReadResult(builder.chunks, reader.seen, error, reader.gaps.take())
+        return ReadResult(builder.chunks, reader.seen, error, reader.gaps.take(), builder.similar)
     finally:
         builder.drop()
 
 
-def _sampled(
+def _chosen(
     reader: FrameReader, frames: Iterable[DecodedFrame], sampling: Sampling, resume: Position | None
-) -> Iterator[tuple[DecodedFrame, bool]]:
-    """Each frame with whether it is a sample, up to the last possible sample."""
+) -> Iterator[tuple[DecodedFrame, Decision]]:
+    """Each frame with the decision about it, up to the last possible sample."""
     sampler: FrameSampler | None = None
+    last = None if sampling.dedupe is None else LastHash(sampling.dedupe)
     for frame in frames:
         if sampler is None:
             sampler = FrameSampler(sampling, reader.tick_s)
             if resume is not None:  # the position's own frame comes first and restores the state of sampling
                 sampler.resume(frame.time_s, resume.taken)
-                yield frame, False
+                if last is not None:
+                    last.resembles(frame.picture)
+                yield frame, "skip"
                 if sampler.full:
                     return
                 continue
         decision = sampler.decide(frame.number, frame.time_s)
-        yield frame, decision == "take"
+        if decision == "take" and last is not None and last.resembles(frame.picture):
+            sampler.taken -= 1
+            decision = "skip" if resume is not None and frame.number <= resume.carried_to else "similar"
+        yield frame, decision
         if decision == "end" or sampler.full:
             return
+
+
+class LastHash:
+    """The difference hash of the last frame that resembled none before it within `tolerance` bits."""
+
+    def __init__(self, tolerance: int) -> None:
+        self._tolerance, self._hash_of = tolerance, DifferenceHash()
+        self._hash: int | None = None
+        self._similar = MAX_SIMILAR
+
+    def resembles(self, picture: Any) -> bool:
+        """Whether a frame does. Otherwise, and after `MAX_SIMILAR` frames that do, it becomes the last."""
+        found = self._hash_of(picture)
+        if self._hash is not None and self._similar < MAX_SIMILAR:
+            self._similar += 1
+            if (self._hash ^ found).bit_count() <= self._tolerance:
+                return True
+        self._hash, self._similar = found, 0
+        return False
 
 
 class _ChunkBuilder:
@@ -93,7 +121,8 @@ class _ChunkBuilder:
         self._block: PoolBlock | None = None
         self._rows: Array = np.empty((0, 0, 0, 3), np.uint8)
         self._files: list[bytes] = []
-        self._samples: list[tuple[int, float, int | None]] = []
+        self._samples: list[Sample] = []
+        self.similar: list[Sample] = []  # since the last chunk
         self.chunks = 0
 
     @property
@@ -123,7 +152,7 @@ class _ChunkBuilder:
             raise
         if self._encode is not None:
             self._files.append(self._encode(row))
-        self._samples.append((frame.number, frame.time_s, frame.pts))
+        self._samples.append(Sample(frame.number, frame.time_s, frame.pts))
 
     def _start(self, height: int, width: int, number: int) -> None:
         self.drop()
@@ -143,9 +172,11 @@ class _ChunkBuilder:
         assert self._block is not None
         frames, times_s, pts = (list(column) for column in zip(*self._samples, strict=True))
         pixels = self._files if self._encode is not None else self._rows[: len(frames)]
-        chunk = Chunk(self._video, self.chunks, pixels, frames, times_s, pts, self._block, self._gaps.take())
+        similar = [sample for sample in self.similar if sample.frame < frames[-1]]
+        block, gaps = self._block, self._gaps.take()
+        chunk = Chunk(self._video, self.chunks, pixels, frames, times_s, pts, block, gaps, similar)
         self.chunks += 1
-        self._block, self._files, self._samples = None, [], []
+        self._block, self._files, self._samples, self.similar = None, [], [], self.similar[len(similar) :]
         return chunk
 
     def drop(self) -> None:

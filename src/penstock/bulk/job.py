@@ -163,6 +163,7 @@ class BulkJob:
                     continue
                 summary.frames += state.rows
                 summary.seen += max(state.rows, state.end.seen if state.end else 0)
+                summary.similar += state.similar
                 summary.complete += state.end is not None and not state.failed
                 summary.failed += state.failed
                 summary.partial += state.failed and state.rows > 0
@@ -219,7 +220,7 @@ class JobRun:
         self._counters = RunCounters(len(videos))
         self._videos = self._remaining(videos, folder)
         self._counters.left = len(self._videos)
-        self._writer = CaptionWriter(self)
+        self._writer = CaptionWriter(self, carry=self._options.sampling.carry)
         self._decoders = DecoderThreads(self._videos, folder.spool, plan, parts.read_chunks, self._writer, self)
         sending = SendOptions(
             mode=job.options.mode, fingerprint=digest, rows=plan.chunk_size, give_up_s=job.options.give_up_s

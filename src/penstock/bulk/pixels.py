@@ -20,6 +20,7 @@ JPEG_QUALITY = 90
 PQ, HLG = 16, 18  # transfer characteristics of HDR in ITU-T H.273
 WHITE_NITS = 203  # diffuse white of HDR in ITU-R BT.2408
 PEAK_NITS = 1000  # of HLG's nominal display, and of most PQ masters
+HASH_LEVELS = 2  # of 255
 KNEE = 0.5  # of diffuse white: darker colours stay, brighter ones are compressed
 LUMINANCE = np.array((0.2627, 0.6780, 0.0593), np.float32)  # of BT.2020's primaries
 TO_BT709 = np.array(  # ITU-R BT.2087
@@ -92,6 +93,22 @@ class FrameConverter:
             rows: Array = rgb_view(deep, 6).reshape(-1).view("<u2").reshape(deep.height, deep.width, 3)
             return tone_mapped(rows, picture.color_trc)
         return rgb_view(_to_rgb(self._reformatter, picture, **how))
+
+
+class DifferenceHash:
+    """The hash of a frame: 256 bits, whether a cell of a grid of 17 x 16 is clearly brighter than its right neighbour.
+
+    Krawetz, "Kind of Like That", 2013. `HASH_LEVELS` keeps the bits of even areas at 0, whatever their noise.
+    """
+
+    def __init__(self) -> None:
+        reformatter = av_library().video.reformatter
+        self._reformatter = reformatter.VideoReformatter()
+        self._grid = {"width": 17, "height": 16, "interpolation": reformatter.Interpolation.AREA}
+
+    def __call__(self, picture: Any) -> int:
+        cells = rgb_view(_to_rgb(self._reformatter, picture, "gray8", **self._grid), 1)[..., 0].astype(np.int16)
+        return int.from_bytes(np.packbits(cells[:, :-1] - cells[:, 1:] > HASH_LEVELS))
 
 
 def _to_rgb(reformatter: Any, picture: Any, form: str = "rgb24", **how: Any) -> Any:

@@ -69,6 +69,7 @@ class JobSummary(Struct):
     damaged: int = 0  # complete videos with gaps
     frames: int = 0
     seen: int = 0  # frames of the videos that were read, captioned or not
+    similar: int = 0  # near-duplicates that were not captioned, or got the caption of another frame
     new_frames: int = 0
     retries: int = 0
     sent_bytes: int = 0
@@ -98,6 +99,7 @@ class JobSummary(Struct):
     def lines(self) -> list[str]:
         """For people."""
         skipped = f" of {self.seen:,} frames" if self.seen > self.frames else ""
+        skipped += f", {self.similar:,} near-duplicates" if self.similar else ""
         rate = f"{self.new_frames / self.seconds:,.1f} frames/s, " if self.seconds > 0 else ""
         lines = [
             f"{self.complete:,} of {self.videos:,} videos complete, {self.frames:,} captions{skipped}; this run: "

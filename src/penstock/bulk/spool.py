@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from penstock.bulk.types import CaptionRow, Gap, Pixels, Position, Sampling, Video
 from penstock.core.os_threads import atomic_file
@@ -40,7 +41,7 @@ class SpoolEnd(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
     """The last line of a video that was read to its end or failed; its `rows` are kept in both cases.
 
     `seen` counts decoded frames, and lost ones before the last of them. A later attempt may append more rows and
-    another end; `attempts` counts them. `gaps` are all gaps of the video.
+    another end; `attempts` counts them. `gaps` are all gaps of the video, and `similar` counts all near-duplicates.
     """
 
     end: Literal["complete", "failed"]
@@ -51,6 +52,7 @@ class SpoolEnd(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
     frame: int | None = None
     error: str = ""
     gaps: list[Gap] = []
+    similar: int = 0
 
 
 class _Line(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -60,10 +62,15 @@ class _Line(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     pts: int | None
     caption: str
     gaps: list[Gap] = []  # that became known since the row before
+    similar: int = 0  # near-duplicates without a row before it
+    carried: bool = False  # the caption is the one of the row before
 
 
 class SpoolState(Struct, frozen=True):
-    """The valid content of a spool: its video, number of rows, last position, end, size in bytes, and gaps."""
+    """The valid content of a spool: its video, number of rows, last position, end, size in bytes, and gaps.
+
+    `similar` counts the near-duplicates so far, and `caption` is the last one.
+    """
 
     head: SpoolHead
     rows: int = 0
@@ -72,6 +79,8 @@ class SpoolState(Struct, frozen=True):
     attempts: int = 0
     bytes: int = 0
     gaps: list[Gap] = []
+    similar: int = 0
+    caption: str = ""
 
     def is_of(self, video: Video) -> bool:
         """Whether the video file is unchanged since its rows were made."""
@@ -97,9 +106,15 @@ def head_line(video: Video) -> bytes:
     return _encode(_head_of(video)) + b"\n"
 
 
-def row_line(number: int, row: CaptionRow, gaps: list[Gap] | None = None) -> bytes:
-    """The line of row `number` of the video, counted from 0, with `gaps` that became known since the row before."""
-    return _encode(_Line(number, row.frame, row.time_s, row.pts, row.caption, gaps or [])) + b"\n"
+def row_line(
+    number: int, row: CaptionRow, gaps: list[Gap] | None = None, similar: int = 0, *, carried: bool = False
+) -> bytes:
+    """The line of row `number` of the video, counted from 0.
+
+    `gaps` became known since the row before, and so many `similar` frames were dropped; a `carried` row is of such a
+    frame, with the caption of the row before.
+    """
+    return _encode(_Line(number, row.frame, row.time_s, row.pts, row.caption, gaps or [], similar, carried)) + b"\n"
 
 
 def end_line(end: SpoolEnd) -> bytes:
@@ -149,7 +164,9 @@ def read_end(path: Path) -> SpoolState | None:
         return None
     except OSError as e:
         raise SpoolError(f"cannot read {path}: {e.strerror}") from e
-    return SpoolState(head, end.rows, None, end, end.attempts if end.end == "failed" else 0, size, end.gaps)
+    return SpoolState(
+        head, end.rows, None, end, end.attempts if end.end == "failed" else 0, size, end.gaps, end.similar
+    )
 
 
 def scan(path: Path) -> SpoolState | None:
@@ -181,11 +198,16 @@ def _with_line(state: SpoolState, line: bytes) -> SpoolState | None:
     except _INVALID:
         pass
     else:
-        if row.row != state.rows or (state.last is not None and row.frame <= state.last.frame):
+        last = state.last
+        if row.row != state.rows or (last is not None and row.frame <= max(last.frame, last.carried_to)):
             return None
-        last = Position(row.frame, row.pts, row.row + 1)
+        if not row.carried:
+            last = Position(row.frame, row.pts, 1 + (last.taken if last else 0))
+        elif last is not None:
+            last = replace(last, carried_to=row.frame)
         gaps = state.gaps + row.gaps if row.gaps else state.gaps
-        return SpoolState(state.head, row.row + 1, last, None, state.attempts, size, gaps)
+        similar = state.similar + row.similar + row.carried
+        return SpoolState(state.head, row.row + 1, last, None, state.attempts, size, gaps, similar, row.caption)
     try:
         end = _decode_end(line)
     except _INVALID:
@@ -193,7 +215,7 @@ def _with_line(state: SpoolState, line: bytes) -> SpoolState | None:
     if end.rows != state.rows:
         return None
     attempts = end.attempts if end.end == "failed" else state.attempts
-    return SpoolState(state.head, state.rows, state.last, end, attempts, size, end.gaps)
+    return SpoolState(state.head, state.rows, state.last, end, attempts, size, end.gaps, end.similar, state.caption)
 
 
 def rows(path: Path) -> Iterator[CaptionRow]:

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +19,7 @@ from penstock.bulk.endpoints import NOT_THE_VIDEOS_FAULT
 from penstock.bulk.options import ROUND, JobPlan
 from penstock.bulk.sender import ChunkSender
 from penstock.bulk.spool import SpoolEnd, SpoolState
-from penstock.bulk.types import CaptionRow, Chunk, ChunkResult, Gap, Position, ReadResult, Stopped, Video
+from penstock.bulk.types import CaptionRow, Chunk, ChunkResult, Gap, Position, ReadResult, Sample, Stopped, Video
 from penstock.errors import PenstockError, describe
 
 _logger = logging.getLogger("penstock.bulk")
@@ -55,6 +55,8 @@ class VideoTask:
         self.next = 0  # number of the chunk whose rows come next
         self.waiting: dict[int, tuple[Chunk, ChunkResult]] = {}
         self.gaps = list(state.gaps) if state else []
+        self.similar = state.similar if state else 0
+        self.caption = state.caption if state else ""  # the last one
         self.read: ReadResult | None = None
         self.end: SpoolEnd | None = None
         self.lines: list[bytes] = []  # to be committed with the current group
@@ -64,6 +66,20 @@ class VideoTask:
     def ended(self) -> bool:
         """Whether further chunks of it are useless."""
         return self.end is not None
+
+    def add_similar(self, found: list[Sample], *, carry: bool) -> int:
+        """Adds rows with the last caption if it is carried to these frames; the number of frames without a row."""
+        self.similar += len(found)
+        for sample in found if carry else ():
+            self.add_row(sample, carried=True)
+        return 0 if carry else len(found)
+
+    def add_row(self, sample: Sample, gaps: Sequence[Gap] = (), similar: int = 0, *, carried: bool = False) -> None:
+        """Adds a row with the last caption."""
+        row = CaptionRow(sample.frame, round(sample.time_s, 6), sample.pts, self.caption)
+        self.lines.append(spool.row_line(self.rows, row, list(gaps), similar, carried=carried))
+        self.rows += 1
+        self.new_rows += 1
 
     def add_gaps(self, found: list[Gap]) -> list[Gap]:
         """Keeps gaps and returns those that are new; after a resume, known ones are found again."""
@@ -78,8 +94,9 @@ class CaptionWriter:
     An error that is not the video's fault leaves the video unfinished and goes to `listener.fatal`.
     """
 
-    def __init__(self, listener: JobListener) -> None:
-        self._listener = listener
+    def __init__(self, listener: JobListener, *, carry: bool = False) -> None:
+        """With `carry`, near-duplicates get a row with the caption of the frame that they resemble."""
+        self._listener, self._carry = listener, carry
         self._queue: queue.SimpleQueue[Callable[[], VideoTask | None] | None] = queue.SimpleQueue()
         self._tasks: dict[str, VideoTask] = {}
         self.waiting_rows = 0  # accepted, and not lines yet
@@ -165,11 +182,13 @@ class CaptionWriter:
             self._fail(task, "send", chunk.frames[0], result)
             return
         gaps = task.add_gaps(chunk.gaps)
-        for frame, time_s, pts, caption in zip(chunk.frames, chunk.times_s, chunk.pts, result, strict=True):
-            task.lines.append(spool.row_line(task.rows, CaptionRow(frame, round(time_s, 6), pts, caption), gaps))
-            task.rows += 1
+        last = -1
+        for sample, caption in zip(map(Sample, chunk.frames, chunk.times_s, chunk.pts), result, strict=True):
+            before = [found for found in chunk.similar if last < found.frame < sample.frame]
+            dropped, last = task.add_similar(before, carry=self._carry), sample.frame
+            task.caption = caption
+            task.add_row(sample, gaps, dropped)
             gaps = []
-        task.new_rows += len(result)
 
     def _forget(self, chunk: Chunk) -> None:
         """The chunk's rows no longer wait."""
@@ -187,8 +206,10 @@ class CaptionWriter:
         if read is None or task.ended or task.next < read.chunks:
             return task
         task.add_gaps(read.gaps)
+        if self._carry or read.error is None:  # otherwise the next attempt finds them again
+            task.add_similar(read.similar, carry=self._carry)
         if read.error is None:
-            self._end(task, SpoolEnd("complete", task.rows, read.seen, gaps=task.gaps))
+            self._end(task, SpoolEnd("complete", task.rows, read.seen, gaps=task.gaps, similar=task.similar))
         else:
             stage = getattr(read.error, "stage", "decode")
             self._fail(task, stage, getattr(read.error, "frame", None), read.error)
@@ -197,7 +218,8 @@ class CaptionWriter:
     def _fail(self, task: VideoTask, stage: str, frame: int | None, error: PenstockError) -> None:
         seen = task.read.seen if task.read else 0
         attempts = task.attempts + 1
-        self._end(task, SpoolEnd("failed", task.rows, seen, attempts, stage, frame, error.message, task.gaps))
+        end = SpoolEnd("failed", task.rows, seen, attempts, stage, frame, error.message, task.gaps, task.similar)
+        self._end(task, end)
 
     def _end(self, task: VideoTask, end: SpoolEnd) -> None:
         for chunk, _ in task.waiting.values():

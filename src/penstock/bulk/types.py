@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -22,7 +22,8 @@ class Sampling(Struct, frozen=True):
     """Which frames of a video are captioned. Times count from the first frame.
 
     `every`, `fps` and `keyframes` exclude each other. `stream` is the index of the stream in its file; None leaves the
-    choice to FFmpeg.
+    choice to FFmpeg. Of these frames, `dedupe` drops those whose difference hash is within so many bits of the last
+    caption's frame; with `carry`, they get its caption.
     """
 
     every: int = 1
@@ -32,6 +33,8 @@ class Sampling(Struct, frozen=True):
     max_frames: int | None = None
     stream: int | None = None
     keyframes: bool = False
+    dedupe: int | None = None
+    carry: bool = False
 
 
 class Pixels(Struct, frozen=True):
@@ -71,11 +74,23 @@ class Video(Struct, frozen=True):
 
 
 class Position(Struct, frozen=True):
-    """The last sampled frame: its number in the video, its pts if it has one, and how many samples were taken."""
+    """The last captioned frame: its number in the video, its pts if it has one, and how many frames were captioned.
+
+    Its caption was carried to the near-duplicates up to frame `carried_to`.
+    """
 
     frame: int
     pts: int | None
     taken: int
+    carried_to: int = -1
+
+
+class Sample(NamedTuple):
+    """A frame by its number, the time from the video's first frame, and its pts in units of the stream, if any."""
+
+    frame: int
+    time_s: float
+    pts: int | None
 
 
 class Gap(Struct, frozen=True, omit_defaults=True):
@@ -116,7 +131,7 @@ class Chunk(Struct, eq=False):
 
     `pixels` is `[n, height, width, 3]` uint8 inside the block, or n JPEG files; `frames`, `times_s` and `pts` have n
     entries. `number` counts the chunks of one video in one run from 0, all of them. `gaps` are those that became
-    complete since the last chunk.
+    complete since the last chunk. `similar` are the near-duplicates dropped between the last chunk and its last frame.
     """
 
     video: Video
@@ -127,18 +142,20 @@ class Chunk(Struct, eq=False):
     pts: list[int | None]
     block: Block
     gaps: list[Gap] = []
+    similar: list[Sample] = []
 
 
 class ReadResult(Struct, frozen=True):
     """How reading a video ended: after `chunks` chunks and `seen` frames, at its end or with `error`.
 
-    `gaps` are those that became complete since the last chunk.
+    `gaps` are those that became complete since the last chunk, and `similar` the near-duplicates dropped after it.
     """
 
     chunks: int
     seen: int
     error: PenstockError | None = None
     gaps: list[Gap] = []
+    similar: list[Sample] = []
 
 
 ChunkResult = list[str] | PenstockError

@@ -97,6 +97,8 @@ def test_the_token_is_read_from_a_file_or_the_environment(options: list[JobOptio
         ("a.mp4", "name a server"),
         ("a.mp4 --server http://a --every 2 --fps 1", "--every and --fps exclude each other"),
         ("a.mp4 --server http://a --keyframes --every 2s", "--every and --keyframes exclude each other"),
+        ("a.mp4 --server http://a --dedupe 256", "0<=x<=255"),
+        ("a.mp4 --server http://a --carry-captions", "--carry-captions needs --dedupe"),
         ("a.mp4 --server http://a --every 2.5", "expected frames such as 30f"),
         ("a.mp4 --server http://a --every 0.0s", "--every"),
         ("a.mp4 --server http://a --start 5 --end 5", "--end must be later"),

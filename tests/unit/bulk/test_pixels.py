@@ -15,7 +15,7 @@ import pytest
 from penstock.bulk import decode as decode_module
 from penstock.bulk import pixels as pixels_module
 from penstock.bulk.decode import BlockPool, read_chunks
-from penstock.bulk.pixels import FrameConverter, jpeg_encoder, tone_mapped
+from penstock.bulk.pixels import DifferenceHash, FrameConverter, jpeg_encoder, tone_mapped
 from penstock.bulk.types import Pixels, ReadPlan, Video
 from penstock.errors import ConfigError
 from support.videos import make_clip, number_of, picture
@@ -222,3 +222,20 @@ def _threads_of_torch() -> Any:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+def test_a_hash_ignores_size_noise_and_brightness_and_sees_another_picture() -> None:
+    random = np.random.default_rng(0)
+    hash_of = DifferenceHash()
+
+    def hashed(cells: Any, scale: int, noise: float = 0.0, brighter: int = 0) -> int:
+        gray = np.kron(cells, np.ones((scale, scale))) + random.normal(0, noise, (9 * scale, 16 * scale)) + brighter
+        rgb = np.repeat(np.clip(gray, 0, 255).astype(np.uint8)[..., None], 3, axis=2)
+        return hash_of(av.VideoFrame.from_ndarray(rgb, format="rgb24"))
+
+    one, other = random.integers(40, 200, (2, 9, 16))
+    found = hashed(one, 40)
+    for scale, noise, brighter in ((20, 0.0, 0), (40, 8.0, 0), (40, 0.0, 20)):
+        assert (found ^ hashed(one, scale, noise, brighter)).bit_count() <= 8
+    assert (found ^ hashed(other, 40)).bit_count() > 60
+    assert hashed(np.full((9, 16), 100), 40, noise=4.0) == 0

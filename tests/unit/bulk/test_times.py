@@ -209,7 +209,12 @@ def test_sampling_takes_the_frames_of_its_times(container: str, make: Make) -> N
     assert taken(start_s=0.4, end_s=0.8) == list(range(10, 20))
 
 
-MODES = {"keyframes": Sampling(keyframes=True), "seconds": Sampling(fps=3), "frames": Sampling(every=7)}
+MODES = {
+    "keyframes": Sampling(keyframes=True),
+    "seconds": Sampling(fps=3),
+    "frames": Sampling(every=7),
+    "near-duplicates": Sampling(dedupe=40),
+}
 
 
 @pytest.mark.skipif(shutil.which("ffprobe") is None, reason="the program ffprobe is not here: make clients")
