@@ -42,7 +42,7 @@ class Shell:
         while self.loading and min(self.loading.values()) <= now:
             model = min(self.loading, key=lambda m: self.loading[m])
             self.now = self.loading.pop(model)
-            self.residency.loaded(model, self.measured.get(model, {}), self.load_s, self.now)
+            self.residency.loaded(model, self.measured.get(model, {}), self.load_s)
             model.move("in", "requested", self.now)
             self.answered += self.waiting.pop(model, 0)
             self.turn()
@@ -245,11 +245,11 @@ def test_memory_is_learned_from_loads() -> None:
     declared = ResidentModel(("c", "1"), {"cpu": 20}, declared=True)
     for model in (first, second, declared):
         residency.add(model)
-    assert residency.loaded(first, {"cpu": 60}, 1.0, 0.0) == []
+    assert residency.loaded(first, {"cpu": 60}, 1.0) == []
     assert residency.reservation(second) == {"cpu": 60}, "as the largest known one"
-    assert residency.loaded(declared, {"cpu": 10}, 1.0, 0.0) == []
+    assert residency.loaded(declared, {"cpu": 10}, 1.0) == []
     assert declared.need == {"cpu": 20}
-    assert residency.loaded(declared, {"cpu": 30}, 1.0, 0.0) == ["cpu"]
+    assert residency.loaded(declared, {"cpu": 30}, 1.0) == ["cpu"]
     assert declared.need == {"cpu": 30}
     needs = []
     while residency.ran_out(declared):

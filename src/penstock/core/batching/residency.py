@@ -110,9 +110,14 @@ class Residency:
             others = self._pinned(device, model)
             if need > self.budgets[device] - others:
                 pinned = f", of which pinned models hold {others:,}" if others else ""
+                needs = (
+                    f"took {need:,} bytes of {device} when it was loaded"
+                    if model.loads
+                    else f"needs {need:,} bytes of {device}"
+                )
                 raise ConfigError(
-                    f"model '{model.key[0]}' needs {need:,} bytes of {device}, and its budget is"
-                    f" {self.budgets[device]:,} bytes{pinned}: raise it in [devices]"
+                    f"model '{model.key[0]}' {needs}, and its budget is {self.budgets[device]:,} bytes{pinned}:"
+                    " raise it in [devices]"
                 )
 
     def used(self, device: str) -> int:
@@ -216,7 +221,7 @@ class Residency:
             default=math.inf,
         )
 
-    def loaded(self, model: ResidentModel, measured: Mapping[str, int], seconds: float, now: float) -> list[str]:
+    def loaded(self, model: ResidentModel, measured: Mapping[str, int], seconds: float) -> list[str]:
         """Learns from a load. Returns the devices on which the model took more than it declared."""
         model.loads += 1
         self._loads += 1

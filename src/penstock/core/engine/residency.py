@@ -35,7 +35,7 @@ class ResidencyManager:
         self._residency = Residency(budgets)
         self._handles: dict[ResidentModel, ModelHandle] = {}
         self._wanted: dict[ResidentModel, float] = {}  # in order of arrival
-        self._refused: dict[ResidentModel, tuple[float, Backoff]] = {}  # until when, after a failed load
+        self._refused: dict[ResidentModel, tuple[float, Backoff, str]] = {}  # until when, after a failed load, and why
         self._tasks: set[asyncio.Task[object]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._pinning = 0  # pinned models that wait for room
@@ -125,10 +125,10 @@ class ResidencyManager:
         self._check_refused(model)
 
     def _check_refused(self, model: ResidentModel) -> None:
-        until, _ = self._refused.get(model, (0.0, 0.0))
+        until, _, why = self._refused.get(model, (0.0, None, ""))
         now = time.monotonic()
         if now < until:
-            raise ModelNotReady(f"model '{model.key[0]}' did not load", retry_after_s=until - now)
+            raise ModelNotReady(why, retry_after_s=until - now)
 
     def _busy(self) -> dict[tuple[str, str], int]:
         """Waiting and running requests by model; also counts arrivals."""
@@ -203,24 +203,27 @@ class ResidencyManager:
         handle, began = self._handles.get(model), time.monotonic()
         if handle is None:  # unloaded a moment ago
             return None
+        drain_s = 0.0
         try:
             await handle.instances.bring_up(DRAIN_S)
+            drain_s, now = DRAIN_S, time.monotonic()
+            if model in self._handles:
+                more = self._residency.loaded(model, _measured(handle), now - began)
+                for device in more:
+                    log.warning(
+                        "more_memory %s device=%s bytes=%d: more than residency.memory_bytes; the larger number counts",
+                        handle.instances.label, device, model.need[device],
+                    )  # fmt: skip
+                self._residency.check(model)  # if it can never fit, it answers its batches and leaves
         except Exception as e:
             error = e if isinstance(e, PenstockError) else LoadFailed(f"model '{handle.name}': {describe(e)}")
-            await handle.instances.leave(0.0)
+            await handle.instances.leave(drain_s)
             if model in self._handles:
                 self._not_loaded(model, handle, error)
             return error
         if model not in self._handles:
             return ModelNotReady(f"model '{handle.name}' was stopped while it was loading")
-        now = time.monotonic()
         self._refused.pop(model, None)
-        more = self._residency.loaded(model, _measured(handle), now - began, now)
-        for device in more:
-            log.warning(
-                "more_memory %s device=%s bytes=%d: more than residency.memory_bytes; the larger number counts",
-                handle.instances.label, device, model.need[device],
-            )  # fmt: skip
         model.used_s = now
         model.move("in", model.reason, now)
         self._turn()
@@ -238,13 +241,15 @@ class ResidencyManager:
         self._turn()
 
     def _refuse(self, model: ResidentModel, handle: "ModelHandle", error: PenstockError) -> None:
-        """Answers the requests that waited, and refuses further ones for a while."""
-        _, backoff = self._refused.get(model) or (0.0, Backoff(RETRY_S, MOST_RETRY_S))
+        """Answers the requests that waited, and refuses further ones for a while. They learn the cause only if it is a
+        budget: the text of another error may contain paths."""
+        why = str(error) if isinstance(error, ConfigError) else f"model '{model.key[0]}' did not load"
+        _, backoff, _ = self._refused.get(model) or (0.0, Backoff(RETRY_S, MOST_RETRY_S), "")
         wait = backoff.next_s()
-        self._refused[model] = time.monotonic() + wait, backoff
+        self._refused[model] = time.monotonic() + wait, backoff, why
         detail = f"\n{error.detail}" if error.detail else ""
         log.warning("load_failed %s retry_in_s=%g error=%s%s", handle.instances.label, wait, error, detail)
-        handle.not_loaded(ModelNotReady(f"model '{model.key[0]}' did not load", retry_after_s=wait))
+        handle.not_loaded(ModelNotReady(why, retry_after_s=wait))
 
 
 def _resident(handle: "ModelHandle", budgets: Mapping[str, int]) -> ResidentModel:
@@ -277,6 +282,7 @@ def _resident(handle: "ModelHandle", budgets: Mapping[str, int]) -> ResidentMode
 
 
 def _measured(handle: "ModelHandle") -> dict[str, int]:
-    """The private memory of the workers on the CPU, without what they share with the server."""
-    total = sum(private_bytes(pid) for pid in handle.instances.pids().values() if pid != os.getpid())
+    """The private memory of all workers that there may be on the CPU, without what they share with the server."""
+    pids = [pid for pid in handle.instances.pids().values() if pid != os.getpid()]
+    total = sum(map(private_bytes, pids)) * (handle.config.autoscale.max or len(pids)) // max(1, len(pids))
     return {"cpu": total} if total and set(handle.instances.devices()) == {"cpu"} else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections import defaultdict
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 
 from penstock.config.checks import check_model
-from penstock.config.schema import BatchingConfig, ModelConfig, ResidencyConfig
+from penstock.config.schema import AutoscaleConfig, BatchingConfig, ModelConfig, ResidencyConfig
 from penstock.core.engine.engine import Engine
 from penstock.core.wire.slabs import Slab
 from penstock.errors import ConfigError, DeadlineExceeded, LoadFailed, ModelNotReady, PenstockError
@@ -96,6 +97,53 @@ async def test_models_leave_when_a_load_has_proved_larger_than_declared(monkeypa
         await until(lambda: sorted(place(engine, name) for name in measured) == ["in", "out"])
 
 
+@pytest.mark.parametrize("declared", [False, True])
+async def test_a_model_that_proves_larger_than_the_budget_is_not_kept(
+    declared: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("penstock.core.engine.residency._measured", lambda handle: {"cpu": 150})
+    said = r"model 'm' took 150 bytes of cpu when it was loaded, and its budget is 100 bytes: raise it in \[devices\]"
+    model = Gated()
+    async with Engine(budgets={"cpu": 100}) as engine:
+        await engine.load("m", config(40), target=model)
+        resident = engine.handle("m", None).resident
+        assert resident is not None
+        if not declared:
+            resident.need, resident.declared = {"cpu": 0}, False
+        answers: list[ItemResult] = []
+        for k in range(10):
+            engine.submit("m", None, Item(k), answers.append)
+        await until(lambda: place(engine, "m") == "out" and len(answers) == 10)
+        refused = [answer.error for answer in answers if answer.error is not None]
+        assert [error for error in refused if not re.match(said, str(error))] == []
+        assert engine.reading().devices == [("cpu", 100, 0)]
+        for pause_s in (0.0, 1.1):  # also after the pause, it is not loaded in vain
+            await asyncio.sleep(pause_s)
+            with pytest.raises(ModelNotReady, match=said):
+                await engine.infer("m", 1)
+        assert model.loads == 1
+    assert re.search(f"load_failed .*{said}", caplog.text)
+
+
+async def test_a_pinned_model_that_proves_larger_than_the_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.core.engine.residency._measured", lambda handle: {"cpu": 150})
+    async with Engine(budgets={"cpu": 100}) as engine:
+        with pytest.raises(ConfigError, match="took 150 bytes of cpu when it was loaded, and its budget is 100 bytes"):
+            await engine.load("m", config(40, pinned=True), target=Gated())
+        assert engine.reading().devices == [("cpu", 100, 0)]
+
+
+async def test_the_measured_memory_counts_for_all_instances_that_the_load_may_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("penstock.core.engine.residency.private_bytes", lambda pid: 30)
+    scaled = msgspec.structs.replace(config(20), autoscale=AutoscaleConfig(max=4))
+    async with Engine(budgets={"cpu": 200}) as engine:
+        monkeypatch.setattr("penstock.core.engine.instances.Instances.pids", lambda self: dict.fromkeys(range(1), 1))
+        await engine.load("m", scaled, target=Gated())
+        assert engine.reading().devices == [("cpu", 200, 120)]
+
+
 async def test_a_model_that_never_fits_is_refused_and_the_others_are_served() -> None:
     async with Engine(budgets={"cpu": 100}) as engine:
         await engine.load("large", config(80), target=Gated())
@@ -104,7 +152,9 @@ async def test_a_model_that_never_fits_is_refused_and_the_others_are_served() ->
         tasks = [asyncio.create_task(engine.infer(name, 1)) for name in ("large", "other")]
         async with asyncio.timeout(20):
             assert await tasks[1] == 1
-            with pytest.raises(ModelNotReady, match="did not load"):
+            with pytest.raises(
+                ModelNotReady, match=r"needs 80 bytes of cpu, .* 100 bytes, of which pinned models hold 40"
+            ):
                 await tasks[0]
 
 
