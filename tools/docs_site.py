@@ -128,6 +128,7 @@ def _signature(found: Any) -> str:
 
 def cli_page() -> str:
     """Every command of `penstock` with its options, from the commands themselves."""
+    from penstock.bulk.cli import merge as caption_merge
     from penstock.cli.main import main
 
     lines = ["# Command line\n\nThis page is generated from the commands; `penstock COMMAND --help` prints the same.\n"]
@@ -137,6 +138,10 @@ def cli_page() -> str:
         assert command is not None
         if not command.hidden:
             lines += _command(command, click.Context(command, context, info_name=name), level=2)
+            if name == "caption":
+                lines += _command(
+                    caption_merge, click.Context(caption_merge, context, info_name="caption merge"), level=3
+                )
     return "\n".join(lines)
 
 

@@ -246,9 +246,10 @@ def test_the_commands_of_the_page_run_and_every_flag_is_documented(tmp_path: Pat
     make_clip(tmp_path / "videos" / "a.mp4", 5)
     with FakeCaptioner() as server:
         for command in commands:
-            done = penstock(tmp_path, *shlex.split(command.replace("http://127.0.0.1:8080", server.url))[2:])
+            words = shlex.split(command.replace("http://127.0.0.1:8080", server.url), comments=True)
+            done = penstock(tmp_path, *words[2:])
             assert done.returncode == 0, (command, done.stderr)
-    assert len(commands) == 2
+    assert len(commands) == 5
     assert len(rows(tmp_path / "captions.jsonl")) == 5
     assert (tmp_path / "captions.parquet").exists()
     assert (tmp_path / "subtitles" / "a.vtt").exists()

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,9 +14,10 @@ import click
 
 from penstock.bulk.job import BulkJob, dry_run
 from penstock.bulk.options import JobOptions
-from penstock.bulk.outputs import OutputPaths
+from penstock.bulk.outputs import OutputPaths, check_outputs
 from penstock.bulk.progress import INCOMPLETE, ProgressReporter, WarningHandler, make_reporter
 from penstock.bulk.servers import NOT_UP
+from penstock.bulk.shards import Shard, shard_of
 from penstock.bulk.types import Sampling
 from penstock.client.endpoint import read_token
 from penstock.config.targets import number_or_auto
@@ -80,12 +82,14 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
         raise ConfigError("name a server: --server http://HOST:PORT (only writing outputs again needs none, nor INPUT)")
     if flags["dry_run"] and not flags["inputs"]:
         raise ConfigError("name the videos of the dry run")
-    output: Path = flags["output"]
     prebatch = flags["prebatch_size"]
+    shard = None if flags["shard"] is None else shard_of(flags["shard"], os.environ)
+    outputs, work, failures = make_paths(flags, shard)
     return JobOptions(
-        outputs=OutputPaths((output, *flags["also"]), flags["vtt"], flags["srt"]),
-        work=output.with_name(output.name + ".work"),
-        failures=flags["failures"] or output.with_name("failures.jsonl"),
+        outputs=outputs,
+        work=work,
+        failures=failures,
+        shard=shard,
         token=read_token(flags["token_file"]),
         sampling=make_sampling(flags),
         prebatch_size=None if prebatch == "auto" else prebatch,
@@ -97,6 +101,20 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
             )
         },
     )  # fmt: skip
+
+
+def make_paths(flags: dict[str, Any], shard: Shard | None = None) -> tuple[OutputPaths, Path, Path]:
+    """The outputs, the work folder and the list of failures. A shard leaves the outputs to the merge."""
+    output: Path = flags["output"]
+    outputs = OutputPaths((output, *flags["also"]), flags["vtt"], flags["srt"])
+    failures: Path | None = flags["failures"]
+    if shard is None:
+        return outputs, output.with_name(output.name + ".work"), failures or output.with_name("failures.jsonl")
+    if given := [f"--{name}" for name in ("also", "vtt", "srt", "failures") if flags[name]]:
+        raise ConfigError(f"--shard: give {' and '.join(given)} to penstock caption merge, which writes the outputs")
+    work = shard.folder(output)
+    check_outputs(outputs, work / "failures.jsonl")
+    return OutputPaths(()), work, work / "failures.jsonl"
 
 
 def make_sampling(flags: dict[str, Any]) -> Sampling:
@@ -134,17 +152,62 @@ class SignalHandlers:
             signal.signal(number, handler)
 
 
+def output_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that name the files of captions and failures."""
+    for option in reversed((
+        click.option("-o", "--output", type=PATH, default="captions.jsonl", show_default=True,
+                     help="A .jsonl, .csv or .parquet file."),
+        click.option("--also", type=PATH, multiple=True, help="Also write this file, in another format; repeatable."),
+        click.option("--vtt", type=PATH, metavar="FOLDER", help="Write WebVTT subtitles, one file for each video."),
+        click.option("--srt", type=PATH, metavar="FOLDER", help="Write SRT subtitles, one file for each video."),
+        click.option("--failures", type=PATH, help="List of failed videos [failures.jsonl next to the output]."),
+    )):  # fmt: skip
+        command = option(command)
+    return command
+
+
 @click.command()
+@output_options
+def merge(**flags: Any) -> None:
+    """Write the outputs of all shards of a job.
+
+    -o names the same file as in the shards; their folders OUTPUT.shard-I-of-N.work are beside it. The outputs are, byte
+    for byte, the ones of a job on one machine.
+
+    Exit status: 0 all captioned, 2 a shard is missing or has not ended, 3 some videos failed.
+    """
+    try:
+        outputs, work, failures = make_paths(flags)
+        reporter = make_reporter("none")
+        job = BulkJob(JobOptions(inputs=(), outputs=outputs, work=work, failures=failures), reporter)
+        summary = job.merge()
+        reporter.end(summary)
+        code = summary.exit_code
+    except PenstockError as e:
+        click.echo(f"penstock: {e}", err=True)
+        code = USAGE
+    sys.exit(code)
+
+
+class _Caption(click.Command):
+    """A command with an INPUT in front of which `merge` is a command of its own. A folder of that name is ./merge."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args[:1] == ["merge"]:
+            return merge.make_context(f"{info_name} merge", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
+
+
+@click.command(cls=_Caption)
 @click.argument("inputs", nargs=-1, metavar="[INPUT]...")
 @click.option("--server", "servers", multiple=True, metavar="URL", help="A server with the captioner; repeatable.")
 @click.option("--model", default="captioner", show_default=True, metavar="NAME", help="Model on the server.")
-@click.option(
-    "-o", "--output", type=PATH, default="captions.jsonl", show_default=True, help="A .jsonl, .csv or .parquet file."
-)
-@click.option("--also", type=PATH, multiple=True, help="Also write this file, in another format; repeatable.")
-@click.option("--vtt", type=PATH, metavar="FOLDER", help="Write WebVTT subtitles, one file for each video.")
-@click.option("--srt", type=PATH, metavar="FOLDER", help="Write SRT subtitles, one file for each video.")
-@click.option("--failures", type=PATH, help="List of failed videos [failures.jsonl next to the output].")
+@output_options
 @click.option(
     "--every",
     callback=interval,
@@ -206,6 +269,11 @@ class SignalHandlers:
     "--on-damage", type=click.Choice(["skip", "stop"]), default="skip", show_default=True,
     help="Continue a damaged video at the next decodable frame, or end it.",
 )  # fmt: skip
+@click.option(
+    "--shard",
+    metavar="I/N",
+    help="Caption part I of N, on one of N machines: 2/8, or auto/8 in a Slurm array or an indexed Job of Kubernetes.",
+)
 @click.option("--retry-failed", is_flag=True, help="Retry failed videos.")
 @click.option("--restart", is_flag=True, help="Discard the captions of earlier runs.")
 @click.option("--dry-run", is_flag=True, help="List the work and send no frames.")
@@ -219,7 +287,7 @@ def caption(**flags: Any) -> None:
 
     INPUT is a file, a folder, a quoted pattern such as 'disk/**/*.mp4', or - for a list on standard input. Without
     INPUT, the job continues with the videos of the last run into the same output. An interrupted run continues where
-    it stopped.
+    it stopped. After runs with --shard, `penstock caption merge` writes the outputs.
 
     Exit status: 0 all captioned, 2 wrong usage, 3 some videos failed or the job had to stop, 130 interrupted.
     """

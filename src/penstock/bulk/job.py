@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
-from penstock.bulk import outputs, spool
+from penstock.bulk import outputs, shards, spool
 from penstock.bulk.decode import estimate, read_chunks
 from penstock.bulk.endpoints import NotSent
 from penstock.bulk.options import JPEG_SHARE, JobOptions, JobPlan, make_plan
@@ -75,9 +77,22 @@ class BulkJob:
         videos = self.videos() if self.options.inputs else None
         folder = WorkFolder(self.options.work)
         try:
+            if videos is not None and self.options.shard is not None:
+                videos = shards.take(folder, videos, self.options.shard)
             return self._run(folder, folder.videos() if videos is None else videos)
         finally:
             folder.close()
+
+    def merge(self) -> JobSummary:
+        """Writes the outputs of all shards together. Raises OutputError, FolderError."""
+        outputs.check_outputs(self.options.outputs, self.options.failures)
+        with ExitStack() as opened:
+            spools = shards.joined(self.options.outputs.files[0], opened)
+            folder = opened.enter_context(closing(WorkFolder(self.options.work)))
+            folder.own([*self.options.outputs.written([video for video, _ in spools]), self.options.failures])
+            summary = JobSummary()
+            self._finish(spools, summary)
+            return summary
 
     def _run(self, folder: WorkFolder, videos: list[Video]) -> JobSummary:
         options = self.options
@@ -87,7 +102,7 @@ class BulkJob:
         servers = self.servers()
         summary = JobSummary()
         if servers:
-            plan = make_plan(options, servers, len(videos))
+            plan = make_plan(options, servers, max(1, len(videos)))
             check_libraries(plan)
             configuration = fingerprint(servers[0].parameters, options.sampling, plan.pixels)
             folder.require(configuration, restart=options.restart)
@@ -96,7 +111,7 @@ class BulkJob:
             self.running = True
             summary = run.caption()
             self.running = False
-        self._finish(folder, videos, summary)
+        self._finish([(video, folder.spool(video)) for video in videos], summary)
         return summary
 
     def videos(self) -> list[Video]:
@@ -152,9 +167,8 @@ class BulkJob:
             self.reporter.note(f"{e.message}; waiting for it, at most {options.wait_s:g} s")
         return ask(url, options.model, token=options.token, ca=options.ca, patience_s=options.wait_s)
 
-    def _finish(self, folder: WorkFolder, videos: list[Video], summary: JobSummary) -> None:
+    def _finish(self, spools: list[tuple[Video, Path]], summary: JobSummary) -> None:
         """Completes the summary, and writes outputs if every video has ended or nothing else was requested."""
-        spools = [(video, folder.spool(video)) for video in videos]
         try:
             for video, file in spools:
                 summary.videos += 1

@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from penstock.bulk.outputs import OutputPaths
 from penstock.bulk.servers import ServerInfo
+from penstock.bulk.shards import Shard
 from penstock.bulk.types import Kernel, OnDamage, PixelMode, Pixels, ReadPlan, Sampling, SendMode
 from penstock.core.os_threads import usable_cores
 from penstock.errors import ConfigError
@@ -47,6 +48,7 @@ class JobOptions(Struct, frozen=True, kw_only=True):
     wait_s: float = 60.0
     from0: bool = False
     extensions: frozenset[str] = frozenset()
+    shard: Shard | None = None
     restart: bool = False
     retry_failed: bool = False
 
