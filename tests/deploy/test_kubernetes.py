@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from penstock import RedisStreamer
+from penstock.bulk.cli import caption
 from penstock.streamer.redis.metrics import QUEUE
 from penstock.streamer.redis.protocol import GROUP, QueueKeys
 from support.brokers import Crowd
@@ -92,6 +93,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dashboard": {"dashboard": {"enabled": True, "annotations": {"folder": "models"}}},
     "queue exporter": {"queueExporter": {"enabled": True}},
     "pull secrets": {"imagePullSecrets": [{"name": "registry"}]},
+    "captions": {"caption": {"enabled": True, **PODS["extra volumes"], "servers": ["https://penstock"]}},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -274,6 +276,20 @@ def test_pods_have_what_their_values_ask_for(objects: Any, component: str) -> No
     assert {"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}} in written["spec"]["volumes"]
     assert "HOME" not in json.dumps(container["env"])
     assert "shm" not in json.dumps(written)
+
+
+def test_the_job_of_captions_has_a_shard_in_each_pod(objects: Any) -> None:
+    values = {"caption": {"enabled": True, **PODS["extra volumes"], "args": ["--every", "2s"]}}
+    job = find(objects(values), "Job", "penstock-caption")["spec"]
+    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 4, 4)
+    (container,) = job["template"]["spec"]["containers"]
+    assert container["args"][:2] == ["penstock", "caption"]
+    flags = caption.make_context("caption", container["args"][2:]).params
+    assert (flags["shard"], str(flags["output"]), flags["every"]) == ("auto/4", "/data/captions.jsonl", 2.0)
+    assert (flags["servers"], flags["inputs"]) == (("http://penstock:80",), ("/data/videos",))
+    assert {"name": "scratch", "mountPath": "/tmp"} in container["volumeMounts"]
+    with pytest.raises(RenderError, match=r"caption\.servers is empty"):
+        objects({**values, "server": {"enabled": False}})
 
 
 def test_the_alerts_and_the_dashboard_are_those_of_the_folder(objects: Any) -> None:
