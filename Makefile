@@ -121,8 +121,10 @@ $(VENV)/.release: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[release]'
 	@touch $@
 
+# scenedetect requires the variant of OpenCV with windows, which replaces the files of the one without
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps scenedetect torchcodec
 	@touch $@ $(VENV)/.demo $(VENV)/.captions
 
 $(PEERS)/.peers: constraints.txt | $(BIN)/python

@@ -176,6 +176,8 @@ def test_sampling_takes_the_requested_frames(tmp_path: Path, url: str) -> None:
         ("every", ["--every", "10"], [*range(0, 100, 10)]),
         ("seconds", ["--every", "0.4s"], [*range(0, 100, 10)]),
         ("keyframes", ["--keyframes"], [0, 30, 60, 90]),
+        ("clips", ["--clip", "2", "--frames", "5"], [*range(0, 100, 10)]),
+        ("carried", ["--every", "20", "--dedupe", "0", "--carry-captions"], [*range(0, 100, 20)]),
         ("fps", ["--fps", "2.5"], [*range(0, 100, 10)]),
         ("part", ["--start", "1", "--end", "0:02", "--every", "5"], [25, 30, 35, 40, 45]),
         ("most", ["--max-frames", "3", "--every", "40"], [0, 40, 80]),

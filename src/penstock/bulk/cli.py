@@ -25,6 +25,7 @@ from penstock.errors import INTERRUPTED, USAGE, ConfigError, PenstockError
 from penstock.values import quantity
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+SCENE_THRESHOLD = 27.0  # PySceneDetect's default
 PATH = click.Path(path_type=Path)
 
 
@@ -50,6 +51,14 @@ def seconds(_: click.Context, parameter: click.Parameter, value: str | None) -> 
     return total
 
 
+def some_seconds(context: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+    """The seconds of a time flag, more than 0."""
+    found = seconds(context, parameter, value)
+    if found == 0:
+        raise click.BadParameter("expected more than 0 seconds", param=parameter)
+    return found
+
+
 def interval(_: click.Context, parameter: click.Parameter, value: str | None) -> int | float | None:
     """The frames of an interval as an integer, `30` or `30f`, or its seconds as a float, `2s` or `0.5s`."""
     if value is None:
@@ -71,9 +80,15 @@ def suffixes(_: click.Context, parameter: click.Parameter, values: tuple[str, ..
 
 def make_options(flags: dict[str, Any]) -> JobOptions:
     """The job that the flags describe. Raises ConfigError."""
-    chosen = [f"--{name}" for name in ("every", "fps", "keyframes") if flags[name]]
+    chosen = [f"--{name}" for name in ("every", "fps", "keyframes", "scene", "clip") if flags[name]]
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)} exclude each other; give one")
+    for option, needed in (("clip", "frames"), ("frames", "clip"), ("scene_threshold", "scene")):
+        if flags[option] and not flags[needed]:
+            raise ConfigError(f"--{option.replace('_', '-')} needs --{needed}")
+    for option in ("dedupe", "max_frames"):
+        if flags["clip"] and flags[option] is not None:
+            raise ConfigError(f"--clip and --{option.replace('_', '-')} exclude each other; --end shortens a video")
     if flags["carry"] and flags["dedupe"] is None:
         raise ConfigError("--carry-captions needs --dedupe, which finds the frames to carry captions to")
     if flags["end"] is not None and flags["end"] <= (flags["start"] or 0.0):
@@ -122,11 +137,15 @@ def make_sampling(flags: dict[str, Any]) -> Sampling:
     every, fps = flags["every"] or 1, flags["fps"]
     if isinstance(every, float):
         every, fps = 1, 1 / every
+    if flags["clip"]:
+        fps = flags["frames"] / flags["clip"]
     return Sampling(
         every=every,
         fps=fps,
         start_s=flags["start"] or 0.0,
         end_s=flags["end"],
+        scene=(flags["scene_threshold"] or SCENE_THRESHOLD) if flags["scene"] else None,
+        clip_frames=flags["frames"],
         **{name: flags[name] for name in ("max_frames", "stream", "keyframes", "dedupe", "carry")},
     )
 
@@ -216,6 +235,15 @@ class _Caption(click.Command):
 )
 @click.option("--fps", type=click.FloatRange(0, min_open=True), metavar="F", help="Caption F frames per second.")
 @click.option("--keyframes", is_flag=True, help="Caption keyframes only; most files need no other frame decoded.")
+@click.option("--scene", is_flag=True, help="Caption the first frame of each scene; needs PySceneDetect.")
+@click.option(
+    "--scene-threshold", type=click.FloatRange(0, 255, min_open=True), metavar="T",
+    help="Change of hue, saturation and brightness, of 255, that begins a scene [27].",
+)  # fmt: skip
+@click.option(
+    "--clip", callback=some_seconds, metavar="S", help="Divide videos into clips of S seconds; needs --frames."
+)
+@click.option("--frames", type=click.IntRange(1), metavar="N", help="Caption N evenly spaced frames of each clip.")
 @click.option(
     "--dedupe", type=click.IntRange(0, 255), metavar="BITS",
     help="Skip frames whose perceptual hash differs by at most BITS of 256 from the last captioned one.",

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.bulk.frames import DecodedFrame, FrameReader, GapList
-from penstock.bulk.pixels import Array, DifferenceHash, FrameConverter, jpeg_encoder
+from penstock.bulk.pixels import Array, DifferenceHash, FrameConverter, SceneStarts, jpeg_encoder
 from penstock.bulk.types import Chunk, Position, ReadPlan, ReadResult, Sample, Sampling, Stopped, Video
 from penstock.bulk.video import VideoError, VideoProbe
 
@@ -23,6 +23,7 @@ Decision = Literal["take", "similar", "skip", "end"]
 
 _said: set[str] = set()  # warnings: a disk may hold thousands of such videos
 MAX_SIMILAR = 500  # near-duplicates in a row: bounds what waits for the next caption, and its age
+SCENE_S = 5.0  # a usual length of scenes, for estimates
 ROUNDING_S = 1e-6  # times are floats of exact fractions: far above their error, far below the duration of any frame
 
 
@@ -41,14 +42,14 @@ def read_chunks(
     try:
         with closing(reader.frames()) as frames:
             try:
-                for frame, decision in _chosen(reader, frames, sampling, resume):
+                for frame, decision, clip in _chosen(reader, frames, plan, resume):
                     if decision == "similar":
                         builder.similar.append(Sample(frame.number, frame.time_s, frame.pts))
                     if decision != "take":
                         continue
-                    if builder.differs(frame):
+                    if builder.differs(frame, clip):
                         yield builder.chunk()
-                    builder.add(frame)
+                    builder.add(frame, clip)
                     if builder.full:
                         yield builder.chunk()
                 if reader.seen == 0:
@@ -63,28 +64,38 @@ def read_chunks(
         builder.drop()
 
 
+Clip = tuple[float, float] | None
+
+
 def _chosen(
-    reader: FrameReader, frames: Iterable[DecodedFrame], sampling: Sampling, resume: Position | None
-) -> Iterator[tuple[DecodedFrame, Decision]]:
-    """Each frame with the decision about it, up to the last possible sample."""
+    reader: FrameReader, frames: Iterable[DecodedFrame], plan: ReadPlan, resume: Position | None
+) -> Iterator[tuple[DecodedFrame, Decision, Clip]]:
+    """Each frame with the decision about it, and the clip that it is sent with, up to the last possible sample."""
+    sampling = plan.sampling
     sampler: FrameSampler | None = None
     last = None if sampling.dedupe is None else LastHash(sampling.dedupe)
+    scenes = None if sampling.scene is None else SceneStarts(sampling.scene)
     for frame in frames:
         if sampler is None:
-            sampler = FrameSampler(sampling, reader.tick_s)
+            sampler = FrameSampler(sampling, reader.tick_s, by_clip=plan.by_clip)
             if resume is not None:  # the position's own frame comes first and restores the state of sampling
                 sampler.resume(frame.time_s, resume.taken)
+                if scenes is not None:
+                    scenes.begins(frame.picture, frame.time_s)
                 if last is not None:
                     last.resembles(frame.picture)
-                yield frame, "skip"
+                yield frame, "skip", None
                 if sampler.full:
                     return
                 continue
         decision = sampler.decide(frame.number, frame.time_s)
+        if decision == "take" and scenes is not None and not scenes.begins(frame.picture, frame.time_s):
+            sampler.taken -= 1
+            decision = "skip"
         if decision == "take" and last is not None and last.resembles(frame.picture):
             sampler.taken -= 1
             decision = "skip" if resume is not None and frame.number <= resume.carried_to else "similar"
-        yield frame, decision
+        yield frame, decision, sampler.clip(frame.time_s) if plan.by_clip else None
         if decision == "end" or sampler.full:
             return
 
@@ -113,7 +124,7 @@ class _ChunkBuilder:
 
     def __init__(self, video: Video, plan: ReadPlan, pool: BlockPool, gaps: GapList) -> None:
         self._video = video
-        self._size = plan.chunk_size
+        self._size, self._by_clip = plan.chunk_size, plan.by_clip
         self._pool = pool
         self._gaps = gaps
         self._converter = FrameConverter(plan.pixels)
@@ -122,6 +133,7 @@ class _ChunkBuilder:
         self._rows: Array = np.empty((0, 0, 0, 3), np.uint8)
         self._files: list[bytes] = []
         self._samples: list[Sample] = []
+        self._clip: Clip = None
         self.similar: list[Sample] = []  # since the last chunk
         self.chunks = 0
 
@@ -133,13 +145,15 @@ class _ChunkBuilder:
     def full(self) -> bool:
         return len(self._samples) == len(self._rows)
 
-    def differs(self, frame: DecodedFrame) -> bool:
-        """Whether a frame has another size than those in the chunk."""
-        return self.started and self._converter.size(frame.picture) != self._rows.shape[1:3]
+    def differs(self, frame: DecodedFrame, clip: Clip) -> bool:
+        """Whether a frame has another size than those in the chunk, or belongs to another clip."""
+        other = self._clip != clip or self._converter.size(frame.picture) != self._rows.shape[1:3]
+        return self.started and other
 
-    def add(self, frame: DecodedFrame) -> None:
+    def add(self, frame: DecodedFrame, clip: Clip) -> None:
         """Converts a frame. The first one of a chunk waits for memory. Raises VideoError, Stopped."""
         if not self.started:
+            self._clip = clip
             self._start(*self._converter.size(frame.picture), frame.number)
             if (ignored := self._converter.ignores(frame.picture)) and ignored not in _said:
                 _said.add(ignored)
@@ -157,13 +171,15 @@ class _ChunkBuilder:
     def _start(self, height: int, width: int, number: int) -> None:
         self.drop()
         frame_bytes = height * width * 3
-        if frame_bytes > self._pool.total_bytes:
+        whole_bytes = frame_bytes * (self._size if self._by_clip else 1)
+        if whole_bytes > self._pool.total_bytes:
+            frames = f"a clip of {self._size} frames" if self._by_clip else "a frame"
             raise VideoError(
-                f"a frame of {width}x{height} takes {frame_bytes} bytes, more than the {self._pool.total_bytes} "
+                f"{frames} of {width}x{height} takes {whole_bytes} bytes, more than the {self._pool.total_bytes} "
                 f"of all frames together: allow more memory, or send another size",
                 frame=number,
             )
-        rows = max(1, min(self._size, self._pool.block_bytes // frame_bytes))
+        rows = self._size if self._by_clip else max(1, min(self._size, self._pool.block_bytes // frame_bytes))
         self._block = self._pool.take(rows * frame_bytes)
         self._rows = self._block.memory[: rows * frame_bytes].reshape(rows, height, width, 3)
 
@@ -174,7 +190,7 @@ class _ChunkBuilder:
         pixels = self._files if self._encode is not None else self._rows[: len(frames)]
         similar = [sample for sample in self.similar if sample.frame < frames[-1]]
         block, gaps = self._block, self._gaps.take()
-        chunk = Chunk(self._video, self.chunks, pixels, frames, times_s, pts, block, gaps, similar)
+        chunk = Chunk(self._video, self.chunks, pixels, frames, times_s, pts, block, gaps, similar, self._clip)
         self.chunks += 1
         self._block, self._files, self._samples, self.similar = None, [], [], self.similar[len(similar) :]
         return chunk
@@ -197,8 +213,9 @@ class FrameSampler:
     which may be rounded by half of it.
     """
 
-    def __init__(self, sampling: Sampling, tick_s: float = 0.0) -> None:
-        self.sampling = sampling
+    def __init__(self, sampling: Sampling, tick_s: float = 0.0, *, by_clip: bool = False) -> None:
+        """`by_clip` resumes after the whole clip of the last sample."""
+        self.sampling, self._by_clip = sampling, by_clip
         self.taken = 0
         self._slack_s = max(ROUNDING_S, tick_s / 2 * 1.01)
         self._next = 0  # the first multiple of 1/fps without a sample
@@ -216,14 +233,27 @@ class FrameSampler:
             return "skip"
         if frame % s.every if s.fps is None else self._point(time_s) < self._next:
             return "skip"
-        self.resume(time_s, self.taken + 1)
+        self._took(time_s, self.taken + 1)
         return "take"
 
     def resume(self, time_s: float, taken: int) -> None:
-        """Restores the state after the `taken`-th sample, which was at `time_s`."""
+        """Restores the state after the `taken`-th caption, of the frame at `time_s` or of the clip that it begins."""
+        self._took(time_s, taken)
+        if self._by_clip and self.sampling.clip_frames is not None:
+            self._next += -self._next % self.sampling.clip_frames
+
+    def _took(self, time_s: float, taken: int) -> None:
         self.taken = taken
         if self.sampling.fps is not None:
             self._next = self._point(time_s) + 1
+
+    def clip(self, time_s: float) -> tuple[float, float]:
+        """The start and end of the clip with the frame at this time."""
+        frames, fps = self.sampling.clip_frames, self.sampling.fps
+        assert frames is not None
+        assert fps is not None
+        number = self._point(time_s) // frames
+        return number * frames / fps, (number + 1) * frames / fps
 
     def _point(self, time_s: float) -> int:
         """The last multiple of 1/fps at or before this time."""
@@ -241,7 +271,9 @@ def estimate(sampling: Sampling, found: VideoProbe) -> int:
         end_s = duration_s if sampling.end_s is None else min(duration_s, sampling.end_s)
         share = max(0.0, end_s - sampling.start_s) / duration_s
     count = math.ceil(frames * share - ROUNDING_S)
-    if sampling.fps is not None and duration_s:
+    if sampling.scene is not None and duration_s:
+        count = min(count, math.ceil(duration_s * share / SCENE_S))
+    elif sampling.fps is not None and duration_s:
         count = min(count, math.ceil(duration_s * share * sampling.fps - ROUNDING_S))
     else:
         count = -(-count // sampling.every)

@@ -20,7 +20,7 @@ from penstock.bulk import outputs, shards, spool
 from penstock.bulk.decode import estimate, read_chunks
 from penstock.bulk.endpoints import NotSent
 from penstock.bulk.options import JPEG_SHARE, JobOptions, JobPlan, make_plan
-from penstock.bulk.pixels import exact_kernel, jpeg_encoder
+from penstock.bulk.pixels import SceneStarts, exact_kernel, jpeg_encoder
 from penstock.bulk.progress import JobSummary, Progress, ProgressReporter, RateWindow, duration, make_reporter
 from penstock.bulk.sender import ChunkSender
 from penstock.bulk.servers import NOT_UP, ServerInfo, ask, require_same
@@ -375,6 +375,8 @@ class JobRun:
 def check_libraries(plan: JobPlan) -> None:
     """Raises ConfigError if a library that the job needs is missing."""
     av_library()
+    if plan.sampling.scene is not None:
+        SceneStarts(plan.sampling.scene)
     if plan.pixels.mode == "jpeg":
         jpeg_encoder()
     if plan.pixels.kernel == "exact" and plan.pixels.mode != "source":

@@ -21,6 +21,8 @@ PQ, HLG = 16, 18  # transfer characteristics of HDR in ITU-T H.273
 WHITE_NITS = 203  # diffuse white of HDR in ITU-R BT.2408
 PEAK_NITS = 1000  # of HLG's nominal display, and of most PQ masters
 HASH_LEVELS = 2  # of 255
+SCENE_WIDTH = 256  # of PySceneDetect's automatic downscaling
+SHORTEST_SCENE_S = 0.6  # the default of PySceneDetect's command
 KNEE = 0.5  # of diffuse white: darker colours stay, brighter ones are compressed
 LUMINANCE = np.array((0.2627, 0.6780, 0.0593), np.float32)  # of BT.2020's primaries
 TO_BT709 = np.array(  # ITU-R BT.2087
@@ -109,6 +111,28 @@ class DifferenceHash:
     def __call__(self, picture: Any) -> int:
         cells = rgb_view(_to_rgb(self._reformatter, picture, "gray8", **self._grid), 1)[..., 0].astype(np.int16)
         return int.from_bytes(np.packbits(cells[:, :-1] - cells[:, 1:] > HASH_LEVELS))
+
+
+class SceneStarts:
+    """Finds the first frame of each scene: PySceneDetect's content detector, on small pictures."""
+
+    def __init__(self, threshold: float) -> None:
+        """Raises ConfigError without PySceneDetect."""
+        found = optional_module("scenedetect", "--scene needs PySceneDetect", "scene")
+        self._timecode, cuts = found.FrameTimecode, found.detector.FlashFilter.Mode.SUPPRESS
+        self._detector = found.ContentDetector(threshold, min_scene_len=SHORTEST_SCENE_S, filter_mode=cuts)
+        reformatter = av_library().video.reformatter
+        self._reformatter, self._area = reformatter.VideoReformatter(), reformatter.Interpolation.AREA
+        self._first = True
+
+    def begins(self, picture: Any, time_s: float) -> bool:
+        """Whether the next frame begins a scene, as the first one does. A new detector may begin with such a frame."""
+        width = min(SCENE_WIDTH, picture.width)
+        size = {"width": width, "height": max(1, width * picture.height // picture.width)}
+        small = rgb_view(_to_rgb(self._reformatter, picture, "bgr24", interpolation=self._area, **size))
+        cuts = self._detector.process_frame(self._timecode(float(time_s), fps=1000.0), small)
+        first, self._first = self._first, False
+        return first or bool(cuts)
 
 
 def _to_rgb(reformatter: Any, picture: Any, form: str = "rgb24", **how: Any) -> Any:

@@ -183,7 +183,7 @@ class CaptionWriter:
             return
         gaps = task.add_gaps(chunk.gaps)
         last = -1
-        for sample, caption in zip(map(Sample, chunk.frames, chunk.times_s, chunk.pts), result, strict=True):
+        for sample, caption in zip(chunk.captioned, result, strict=True):
             before = [found for found in chunk.similar if last < found.frame < sample.frame]
             dropped, last = task.add_similar(before, carry=self._carry), sample.frame
             task.caption = caption

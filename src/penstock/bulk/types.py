@@ -21,9 +21,11 @@ SendMode = Literal["stream-prebatch", "stream-single", "single"]
 class Sampling(Struct, frozen=True):
     """Which frames of a video are captioned. Times count from the first frame.
 
-    `every`, `fps` and `keyframes` exclude each other. `stream` is the index of the stream in its file; None leaves the
-    choice to FFmpeg. Of these frames, `dedupe` drops those whose difference hash is within so many bits of the last
-    caption's frame; with `carry`, they get its caption.
+    `every`, `fps`, `keyframes` and `scene` exclude each other; `scene` is the threshold of PySceneDetect's content
+    detector, and selects the first frame of each scene. `clip_frames` of the frames that `fps` selects are a clip.
+    `stream` is the index of the stream in its file; None leaves the choice to FFmpeg. Of the selected frames, `dedupe`
+    drops those whose difference hash is within so many bits of the last caption's frame; with `carry`, they get its
+    caption.
     """
 
     every: int = 1
@@ -33,6 +35,8 @@ class Sampling(Struct, frozen=True):
     max_frames: int | None = None
     stream: int | None = None
     keyframes: bool = False
+    scene: float | None = None
+    clip_frames: int | None = None
     dedupe: int | None = None
     carry: bool = False
 
@@ -55,13 +59,17 @@ class Pixels(Struct, frozen=True):
 
 
 class ReadPlan(Struct, frozen=True, kw_only=True):
-    """How a video is read: which frames, as which pixels, how many in a chunk, by how many threads."""
+    """How a video is read: which frames, as which pixels, how many in a chunk, by how many threads.
+
+    With `by_clip`, a chunk has the frames of one clip, at most `chunk_size`, and gets one caption.
+    """
 
     sampling: Sampling = Sampling()
     pixels: Pixels
     chunk_size: int
     threads: int = 1
     on_damage: OnDamage = "skip"
+    by_clip: bool = False
 
 
 class Video(Struct, frozen=True):
@@ -132,6 +140,7 @@ class Chunk(Struct, eq=False):
     `pixels` is `[n, height, width, 3]` uint8 inside the block, or n JPEG files; `frames`, `times_s` and `pts` have n
     entries. `number` counts the chunks of one video in one run from 0, all of them. `gaps` are those that became
     complete since the last chunk. `similar` are the near-duplicates dropped between the last chunk and its last frame.
+    `clip` is the start and end of the clip that gets one caption for all its frames.
     """
 
     video: Video
@@ -143,6 +152,13 @@ class Chunk(Struct, eq=False):
     block: Block
     gaps: list[Gap] = []
     similar: list[Sample] = []
+    clip: tuple[float, float] | None = None
+
+    @property
+    def captioned(self) -> list[Sample]:
+        """The frames that get a caption: each, or the first of a clip."""
+        samples = list(map(Sample, self.frames, self.times_s, self.pts))
+        return samples if self.clip is None else samples[:1]
 
 
 class ReadResult(Struct, frozen=True):
@@ -159,7 +175,7 @@ class ReadResult(Struct, frozen=True):
 
 
 ChunkResult = list[str] | PenstockError
-"""One caption for each frame of a chunk, or the error that remained after every retry."""
+"""One caption for each of a chunk's `captioned` frames, or the error that remained after every retry."""
 
 OnResult = Callable[[Chunk, ChunkResult], None]
 """Receives the result of a chunk, once, in the sender's thread. The receiver releases the chunk's block."""

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.bulk import decode, spool
-from penstock.bulk.decode import LastHash, read_chunks
+from penstock.bulk.decode import BlockPool, LastHash, read_chunks
 from penstock.bulk.frames import FrameReader
 from penstock.bulk.job import BulkJob, JobParts
 from penstock.bulk.progress import JobSummary
-from penstock.bulk.types import Chunk, Sampling
+from penstock.bulk.types import Chunk, Pixels, Position, ReadPlan, Sampling, Video
 from penstock.bulk.video import probe
+from penstock.errors import ConfigError
 from support.bulk import FakeSender, RecordingReporter, job_options, server_info
 from support.videos import make_clip, number_of
 
@@ -78,7 +82,96 @@ def test_captions_are_carried_to_near_duplicates_on_request(tmp_path: Path, clip
     assert 0 < summary.similar < COUNT
 
 
+def scenes(folder: Path, *lengths: int) -> Path:
+    """A clip of scenes of so many frames, each a colour of its own with some motion."""
+    pictures = []
+    for number, length in enumerate(lengths):
+        for frame in range(length):
+            pixels = np.full((96, 160, 3), (40 * number % 256, 200 - 30 * number, 90 * number % 256), np.uint8)
+            pixels[40:56, frame * 2 : frame * 2 + 16] = 255
+            pictures.append(pixels)
+    path = folder / "scenes.mp4"
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("libx264", rate=25, options={"g": "250", "bf": "3"})
+        stream.width, stream.height, stream.pix_fmt = 160, 96, "yuv420p"
+        for number, pixels in enumerate(pictures):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = number, Fraction(1, 25)
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+    return path
+
+
+def chosen(clip: Path, sampling: Sampling, resume: Position | None = None, **plan: Any) -> list[Chunk]:
+    made = ReadPlan(sampling=sampling, pixels=Pixels(height=SIDE, width=SIDE), **{"chunk_size": 4, **plan})
+    pool = BlockPool(1 << 20, 4 * SIDE * SIDE * 3)
+    chunks = []
+    for chunk in read_chunks(Video(str(clip), clip.name, 0, 0), made, pool, resume):
+        chunk.block.release()
+        chunks.append(chunk)
+    return chunks
+
+
+def frames_of(chunks: list[Chunk]) -> list[int]:
+    return [frame for chunk in chunks for frame in chunk.frames]
+
+
+def test_each_scene_gives_its_first_frame(tmp_path: Path) -> None:
+    pytest.importorskip("scenedetect", reason="PySceneDetect is not here: make test")
+    path = scenes(tmp_path, 30, 40, 20, 5, 35)
+    whole = chosen(path, Sampling(scene=27.0))
+    assert frames_of(whole) == [0, 30, 70, 90], "the scene of 5 frames is too short for another after it"
+    for chunk in whole:
+        for frame, pts in zip(chunk.frames, chunk.pts, strict=True):
+            taken = frames_of(whole).index(frame) + 1
+            rest = chosen(path, Sampling(scene=27.0), Position(frame, pts, taken))
+            assert frames_of(rest) == frames_of(whole)[taken:]
+    assert frames_of(chosen(path, Sampling(scene=27.0, max_frames=2))) == [0, 30]
+    assert frames_of(chosen(path, Sampling(scene=27.0, start_s=1.6))) == [40, 70, 90]
+    assert frames_of(chosen(path, Sampling(scene=255.0))) == [0]
+    assert frames_of(chosen(make_clip(tmp_path / "one.mp4", 1), Sampling(scene=27.0))) == [0]
+
+
+def test_without_pyscenedetect_the_job_says_how_to_install_it(
+    tmp_path: Path, clip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "scenedetect", None)
+    with pytest.raises(ConfigError, match="--scene needs PySceneDetect"):
+        run(tmp_path, clip, Sampling(scene=27.0))
+    assert not (tmp_path / "captions.jsonl").exists()
+
+
+@pytest.mark.parametrize("times", [range(100), [n + n // 3 + 40 * (n > 50) for n in range(100)]])
+def test_a_chunk_has_the_frames_of_a_clip_if_a_caption_is_for_all(tmp_path: Path, times: Any) -> None:
+    path = make_clip(tmp_path / "a.mp4", times)
+    sampling = Sampling(fps=3.0, clip_frames=3)  # clips of a second
+    whole = chosen(path, sampling, by_clip=True, chunk_size=3)
+    assert frames_of(whole) == frames_of(chosen(path, sampling))
+    for chunk in whole:
+        assert chunk.clip is not None
+        start_s, end_s = chunk.clip
+        assert end_s - start_s == pytest.approx(1.0)
+        assert all(start_s - 1e-6 <= time_s < end_s for time_s in chunk.times_s)
+        assert [sample.frame for sample in chunk.captioned] == chunk.frames[:1]
+    assert len({chunk.clip for chunk in whole}) == len(whole)
+    for place, chunk in enumerate(whole):
+        rest = chosen(path, sampling, Position(chunk.frames[0], chunk.pts[0], place + 1), by_clip=True, chunk_size=3)
+        assert [one.frames for one in rest] == [one.frames for one in whole[place + 1 :]]
+
+
+def test_a_clip_that_does_not_fit_into_memory_fails_its_video(clip: Path) -> None:
+    frame_bytes = SIDE * SIDE * 3
+    plan = ReadPlan(
+        sampling=Sampling(fps=4.0, clip_frames=4), pixels=Pixels(height=SIDE, width=SIDE), chunk_size=4, by_clip=True
+    )
+    reading = read_chunks(Video(str(clip), clip.name, 0, 0), plan, BlockPool(3 * frame_bytes, frame_bytes))
+    with pytest.raises(StopIteration) as end:
+        next(reading)
+    assert "a clip of 4 frames of 60x60 takes 43200 bytes, more than the 32400" in end.value.value.error.message
+
+
 MODES = {
+    "clips": Sampling(fps=4.0, clip_frames=2),
     "near-duplicates": NEAR_DUPLICATES,
     "carried": Sampling(dedupe=1, carry=True),
     "every other, carried": Sampling(every=2, dedupe=1, carry=True, start_s=0.3),

@@ -76,6 +76,14 @@ def test_an_interval_is_in_frames_or_in_seconds(
     assert (options[0].sampling.every, options[0].sampling.fps) == (every, fps)
 
 
+def test_clips_and_scenes_become_a_choice_of_frames(options: list[JobOptions]) -> None:
+    for flags in ("--clip 0:10 --frames 4", "--scene", "--scene --scene-threshold 9.5"):
+        assert invoke("a.mp4", "--server", "http://a", *flags.split()).exit_code == 0
+    clips, scenes, sharp = (found.sampling for found in options)
+    assert (clips.fps, clips.clip_frames, clips.scene) == (0.4, 4, None)
+    assert (scenes.scene, sharp.scene, scenes.clip_frames) == (27.0, 9.5, None)
+
+
 def test_a_name_with_a_leading_dash_follows_a_double_dash(options: list[JobOptions]) -> None:
     assert invoke("--server", "http://a", "--", "-o.mp4").exit_code == 0
     assert options[0].inputs == ("-o.mp4",)
@@ -97,6 +105,14 @@ def test_the_token_is_read_from_a_file_or_the_environment(options: list[JobOptio
         ("a.mp4", "name a server"),
         ("a.mp4 --server http://a --every 2 --fps 1", "--every and --fps exclude each other"),
         ("a.mp4 --server http://a --keyframes --every 2s", "--every and --keyframes exclude each other"),
+        ("a.mp4 --server http://a --scene --keyframes", "--keyframes and --scene exclude each other"),
+        ("a.mp4 --server http://a --scene-threshold 30", "--scene-threshold needs --scene"),
+        ("a.mp4 --server http://a --scene --scene-threshold 300", "0<x<=255"),
+        ("a.mp4 --server http://a --clip 4", "--clip needs --frames"),
+        ("a.mp4 --server http://a --frames 4", "--frames needs --clip"),
+        ("a.mp4 --server http://a --clip 0 --frames 4", "more than 0"),
+        ("a.mp4 --server http://a --clip 4 --frames 2 --fps 1", "--fps and --clip exclude each other"),
+        ("a.mp4 --server http://a --clip 4 --frames 2 --dedupe 0", "--clip and --dedupe exclude each other"),
         ("a.mp4 --server http://a --dedupe 256", "0<=x<=255"),
         ("a.mp4 --server http://a --carry-captions", "--carry-captions needs --dedupe"),
         ("a.mp4 --server http://a --every 2.5", "expected frames such as 30f"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import json
 import shutil
@@ -214,7 +215,10 @@ MODES = {
     "seconds": Sampling(fps=3),
     "frames": Sampling(every=7),
     "near-duplicates": Sampling(dedupe=40),
+    "clips": Sampling(fps=2 / 0.5, clip_frames=2),
 }
+if importlib.util.find_spec("scenedetect"):
+    MODES["scenes"] = Sampling(scene=3.0)
 
 
 @pytest.mark.skipif(shutil.which("ffprobe") is None, reason="the program ffprobe is not here: make clients")
