@@ -295,7 +295,8 @@ class BatchPart(Struct, omit_defaults=True):
     belong to the items at those places; each place occurs once. `run_s` is the worker's time on the batch, or with
     `on_device` that of its device for this batch alone; `prepare_s` is the time of decoding it while another batch ran.
     `stages_s` are the seconds of preprocessing (with decoding), prediction and postprocessing (with encoding); None if
-    they overlap. `oom` is (fewest rows that ran out of memory, most rows that ran); `miscounted`: they came back as
+    they overlap. `hooks_s` are the shares of the model's own `preprocess` and `postprocess` in the first and the last
+    of them. `oom` is (fewest rows that ran out of memory, most rows that ran); `miscounted`: they came back as
     another number of rows instead. With `error` the whole batch failed and `results` is empty; `started` False then
     means that it still waited behind another batch.
     """
@@ -306,6 +307,7 @@ class BatchPart(Struct, omit_defaults=True):
     run_s: float = 0.0
     prepare_s: float = 0.0
     stages_s: tuple[float, float, float] | None = None
+    hooks_s: tuple[float, float] | None = None
     oom: tuple[int, int] | None = None
     error: PenstockError | None = None
     started: bool = True

@@ -286,9 +286,9 @@ class BatchRecord(Struct):
     """One finished batch. `waits_s` is the queue time of each of its requests, or pieces of requests.
 
     `outcome` is "ok" (answered), "died" (its worker died while running it) or "lost" (its worker died before it ran).
-    `run_s` is the worker's own time, `stages_s` the time of its stages (see BatchPart), `seconds` the time from sending
-    to the end. `failed` counts items. `failed_requests` has the queue time and rows of each request that failed, and
-    whether its input is to blame.
+    `run_s` is the worker's own time, `stages_s` and `hooks_s` the time of its stages (see BatchPart), `seconds` the
+    time from sending to the end. `failed` counts items. `failed_requests` has the queue time and rows of each request
+    that failed, and whether its input is to blame.
     """
 
     model: str
@@ -305,6 +305,7 @@ class BatchRecord(Struct):
     bucket: str = ""
     outcome: str = "ok"
     stages_s: tuple[float, float, float] | None = None
+    hooks_s: tuple[float, float] | None = None
     failed_requests: Sequence[tuple[float, int, bool]] = ()
 
 

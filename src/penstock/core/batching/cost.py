@@ -47,6 +47,11 @@ class Cost:
         return self.t(n) * self.ratio
 
     @property
+    def points(self) -> list[tuple[float, float, float]]:
+        """What the prediction rests on: (mean rows, mean seconds, weight) of each size that was seen."""
+        return [(v[0], v[1], v[2]) for _, v in sorted(self._bins.items())]
+
+    @property
     def knee(self) -> float:
         """Rows at which the set-up cost is half of the batch: a / b."""
         return self.a / self.b

@@ -218,6 +218,7 @@ class Scheduler:
             "upper_ratio": cost.ratio,
             "ready": cost.ready,
             "fitted": cost.fitted,
+            "points": [(work / self._mean_length, seconds, weight) for work, seconds, weight in cost.points],
             "handover_s": self._slots.handover_s,
             "max_batch_size": self.max_batch_size,
             "ceiling": self._ceiling,

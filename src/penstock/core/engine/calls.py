@@ -215,6 +215,7 @@ class Notifier:
             bucket=sent.entries[0].bucket,
             outcome=outcome,
             stages_s=part.stages_s,
+            hooks_s=part.hooks_s,
         )
         if bad := running.failed:
             there = [entry for entry in sent.entries if entry.id in bad]

@@ -100,6 +100,12 @@ class Decoded(Struct):
     plain: bool = False  # objects, or lists of them, for a model that only predicts
     staged: Any = None  # the batch on its way to the device, of a model with phases
     seconds: float = 0.0  # time that decoding took
+    hooks_s: tuple[float, float] | None = None  # of the model's preprocess and postprocess
+
+    def took(self, preprocess_s: float, postprocess_s: float) -> None:
+        """Adds seconds of the model's own functions."""
+        before = self.hooks_s or (0.0, 0.0)
+        self.hooks_s = before[0] + preprocess_s, before[1] + postprocess_s
 
 
 class BatchRun:
@@ -142,7 +148,9 @@ class BatchRun:
         if self.runner.model.preprocess is not None and not (self.d.checked or self.d.preprocessed):
             d, owners = self.d, self.d.owners
             items = [d.items[owners[u]] for u in self.live]
+            began = time.perf_counter()
             self.replace(self.runner.preprocessed([d.values[u] for u in self.live], items))
+            d.took(time.perf_counter() - began, 0.0)
 
     def replace(self, preprocessed: list[Any]) -> None:
         """Replaces the values of the units that live; see `preprocess`."""
@@ -287,7 +295,8 @@ class BatchRun:
         oom = None if self.failed_rows is None else (self.failed_rows, self.ran_rows)
         if oom and any(isinstance(outcome, WrongRowCount) for outcome in self.outcomes):
             oom = None  # a wrong count remains in the smallest call: an item is at fault, and not the size
-        return BatchPart(self.batch_id, results, oom=oom, miscounted=self.miscounted and oom is not None)
+        miscounted = self.miscounted and oom is not None
+        return BatchPart(self.batch_id, results, oom=oom, miscounted=miscounted, hooks_s=self.d.hooks_s)
 
     def answer(self, i: int, outcomes: list[Any]) -> ItemResult:
         """The response of item `i` from the finished outcomes of its units."""
@@ -352,12 +361,15 @@ class BatchRun:
         hook = self.runner.model.postprocess
         if hook is None:
             return value
+        began = time.perf_counter()
         try:
             return hook(value)
         except ENDS:
             raise
         except BaseException as e:
             return self.runner.error_of(e, "postprocess raised")
+        finally:
+            self.d.took(0.0, time.perf_counter() - began)
 
     def encoded(self, i: int, value: Any, part: bool = False) -> ItemResult:
         """The response of item `i`, one streamed part of it, or its end; an error if the value cannot be serialised."""

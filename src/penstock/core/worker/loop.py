@@ -106,7 +106,9 @@ class BatchRunner:
 
     def _preprocess_early(self, decoded: Decoded) -> None:
         items = [decoded.items[i] for i in decoded.owners]
+        began = time.perf_counter()
         decoded.values, decoded.preprocessed = self.preprocessed(decoded.values, items), True
+        decoded.took(time.perf_counter() - began, 0.0)
 
     def _collate_early(self, decoded: Decoded) -> None:
         """Preprocesses and collates the batch. `run` repeats a call that raises, and finds the items that make it."""

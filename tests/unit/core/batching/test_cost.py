@@ -17,6 +17,9 @@ def test_a_line_is_found() -> None:
     assert cost.ready
     assert (cost.a, cost.b) == pytest.approx((0.005, 0.0002), rel=1e-6)
     assert cost.knee == pytest.approx(25)
+    for rows, seconds, weight in cost.points:
+        assert seconds == pytest.approx(0.005 + 0.0002 * rows, rel=1e-6)
+        assert weight > 0
     assert cost.high(10) == pytest.approx(cost.t(10) * cost.ratio)
 
 

@@ -705,7 +705,8 @@ class SlowCodec(Upper):
 @pytest.mark.parametrize("apart", [False, True])
 def test_stage_times_are_reported_with_separate_postprocessing(monkeypatch, apart):
     slow = Slow()
-    monkeypatch.setattr("penstock.core.worker.loop.time", slow)
+    for module in ("loop", "batch"):
+        monkeypatch.setattr(f"penstock.core.worker.{module}.time", slow)
     made = runner(slow)
     made.codecs._made["upper"] = SlowCodec(slow)
     decoded = made.decode([Item(b"a", codec="upper"), Item(b"b", codec="upper")])
@@ -718,6 +719,7 @@ def test_stage_times_are_reported_with_separate_postprocessing(monkeypatch, apar
         made.run(1, decoded, parts.append)
     (part,) = parts
     assert part.stages_s == (2002, 20, 20_200)
+    assert part.hooks_s == (2, 200), "the rest of the first stage is decoding, of the last one encoding"
     assert part.prepare_s == 2000
     assert part.run_s == (22 if apart else 20_222)
 
