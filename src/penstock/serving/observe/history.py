@@ -1,14 +1,16 @@
 """History: what each model did in each of the last seconds, for the dashboard. It is bounded."""
 
-# The charts of the dashboard begin in the past, so the server keeps a few minutes by itself. Counters come from the
-# Prometheus observer, once a second. Only latencies are gathered here, because few buckets give no percentiles.
-# A second takes one packed row of 4 bytes for each value.
+# The charts of the dashboard begin in the past, so the server keeps an hour by itself: the last minutes second by
+# second, and all of it in steps of ten seconds. Counters come from the Prometheus observer and Triton's statistics,
+# once a second. Only latencies are gathered here, because few buckets give no percentiles. A second takes one packed
+# row of 4 bytes for each value: 70 kB an hour of a model. Times are those of a clock that is never set.
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import mul
 from struct import Struct as Packed
 from typing import Final, NamedTuple
 
@@ -19,6 +21,8 @@ from penstock.core.contracts import ModelSnapshot, Observer, ServerSnapshot
 Key = tuple[str, str]  # model, version
 
 KEPT: Final = 300  # seconds of each model
+STEP: Final = 10  # seconds of one row of the hour
+STEPS: Final = 360
 MODELS: Final = 200  # with a history, the last ones that were used
 EVENTS: Final = 200
 
@@ -26,7 +30,9 @@ EVENTS: Final = 200
 class Second(NamedTuple):
     """One second, or more, of one model version. Rates are per second; ages and latencies are in seconds.
 
-    `busy` is the number of instances that ran a batch on average, `rows` the mean rows of a batch.
+    `busy` is the number of instances that ran a batch on average, `rows` the mean rows of a batch. The seven times at
+    the end are parts of the mean time of a request: `handover_s` is what the others leave, between the processes and
+    behind a batch that runs.
     """
 
     requests: float = 0.0
@@ -40,14 +46,36 @@ class Second(NamedTuple):
     in_flight: float = 0.0
     rows: float = 0.0
     busy: float = 0.0
+    waited_s: float = 0.0
+    handover_s: float = 0.0
+    decode_s: float = 0.0
+    preprocess_s: float = 0.0
+    predict_s: float = 0.0
+    postprocess_s: float = 0.0
+    encode_s: float = 0.0
 
 
+OVERVIEW: Final = Second._fields.index("waited_s")  # so many of the fields are shown for all models
 _AVERAGED: Final = frozenset({"requests", "answers", "failed", "rejected", "rows", "busy"})
 _PACKED: Final = Packed(f"{len(Second._fields)}f")
 
 
+class StageTotals(NamedTuple):
+    """Seconds of all requests that one model version answered without an error: in all, and in each stage.
+    `preprocess_s` and `postprocess_s` are the model's own."""
+
+    latency_s: float = 0.0
+    waited_s: float = 0.0
+    decode_s: float = 0.0
+    preprocess_s: float = 0.0
+    predict_s: float = 0.0
+    postprocess_s: float = 0.0
+    encode_s: float = 0.0
+
+
 class Totals(NamedTuple):
-    """Counters of one model version since the start: requests, rows of batches, and seconds that batches ran."""
+    """Counters of one model version since the start: requests, rows of batches, seconds that batches ran, and workers
+    that were restarted."""
 
     arrived: int = 0
     answered: int = 0
@@ -56,26 +84,34 @@ class Totals(NamedTuple):
     batches: int = 0
     rows: float = 0.0
     run_s: float = 0.0
+    restarts: int = 0
+    stages: StageTotals = StageTotals()
 
 
 class Event(NamedTuple):
-    """What changed on the server: `kind` is "ready", "died", "failed", "unloaded" ..."""
+    """What changed on the server: `kind` is "ready", "died", "failed", "unloaded" ... `up_s` is the time since the
+    server began, by a clock that is never set."""
 
     time_s: float
     model: str
     version: str
     kind: str
     text: str
+    up_s: float = 0.0
 
 
 class History(Observer):
-    """The last seconds of each model, and the last events. `tick` is called once a second."""
+    """The last hour of each model, and the last events. `tick` is called once a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_s = clock()
+        self._ticks = 0
         self.events: deque[Event] = deque(maxlen=EVENTS)
         self.event_count = 0
         self.now: dict[Key, Second] = {}  # of the last second, of the loaded models
         self._rows: dict[Key, deque[bytes]] = {}  # the last used one last
+        self._steps: dict[Key, deque[bytes]] = {}  # of the same models
         self._latencies_s: dict[Key, list[float]] = {}
         self._before: Mapping[Key, Totals] = {}
 
@@ -95,10 +131,15 @@ class History(Observer):
         self.note(model, version, "unloaded", "")
 
     def note(self, model: str, version: str, kind: str, text: str) -> None:
-        self.events.append(Event(time.time(), model, version, kind, text))
+        self.events.append(Event(time.time(), model, version, kind, text, self.up_s))
         self.event_count += 1
 
     # ---- seconds
+
+    @property
+    def up_s(self) -> float:
+        """Seconds since the server began."""
+        return self._clock() - self._began_s
 
     def tick(self, snapshot: ServerSnapshot, totals: Mapping[Key, Totals], seconds: float) -> None:
         """Adds what happened in the last `seconds`."""
@@ -111,9 +152,16 @@ class History(Observer):
                 self._keep(key, second)
         self._before = totals
         self._latencies_s.clear()
+        self._ticks += 1
+        if self._ticks % STEP == 0:
+            for key in self._rows:
+                steps = self._steps.setdefault(key, deque(maxlen=STEPS))
+                steps.append(_PACKED.pack(*merged(self.last(key, STEP))))
 
     def _second(self, model: ModelSnapshot, now: Totals, before: Totals, seconds: float) -> Second:
-        arrived, answered, failed, rejected, batches, rows, run_s = (a - b for a, b in zip(now, before, strict=True))
+        arrived, answered, failed, rejected, batches, rows, run_s, _ = (
+            a - b for a, b in zip(now[:-1], before[:-1], strict=True)
+        )
         latencies_s = self._latencies_s.get(model.key, ())
         p50_s, p99_s = np.percentile(latencies_s, (50, 99)).tolist() if latencies_s else (0.0, 0.0)
         requests, answers, failures, rejections = (
@@ -131,6 +179,7 @@ class History(Observer):
             model.in_flight,
             rows / batches if batches else 0.0,
             run_s / seconds,
+            *(_parts(now.stages, before.stages, answered - failed) if answered > failed else ()),
         )
 
     def _keep(self, key: Key, second: Second) -> None:
@@ -138,19 +187,44 @@ class History(Observer):
         if rows is None:
             rows = deque(maxlen=KEPT)
             if len(self._rows) >= MODELS:
-                del self._rows[next(iter(self._rows))]
+                oldest = next(iter(self._rows))
+                del self._rows[oldest]
+                self._steps.pop(oldest, None)
         self._rows.setdefault(key, rows).append(_PACKED.pack(*second))
 
     def last(self, key: Key, seconds: int) -> list[Second]:
         """The last seconds of a model, the newest last; fewer if it has fewer."""
-        return [Second(*_PACKED.unpack(row)) for row in list(self._rows.get(key, ()))[-seconds:]]
+        return _unpacked(list(self._rows.get(key, ()))[-seconds:])
+
+    def hour(self, key: Key) -> list[Second]:
+        """The last hour of a model in steps of STEP seconds, the newest last."""
+        return _unpacked(self._steps.get(key, ()))
+
+    @property
+    def step_age(self) -> int:
+        """The seconds since the newest step ended."""
+        return self._ticks % STEP
+
+
+def _unpacked(rows: Iterable[bytes]) -> list[Second]:
+    return [Second(*_PACKED.unpack(row)) for row in rows]
+
+
+def _parts(now: StageTotals, before: StageTotals, answered: float) -> tuple[float, ...]:
+    """The last fields of a Second."""
+    latency_s, waited_s, *stages_s = (max(0.0, (a - b) / answered) for a, b in zip(now, before, strict=True))
+    return waited_s, max(0.0, latency_s - waited_s - sum(stages_s)), *stages_s
 
 
 def merged(seconds: Sequence[Second]) -> Second:
-    """One row for several: rates are averaged, of the others the highest is kept."""
-    return Second(
-        *(
-            sum(values) / len(values) if name in _AVERAGED else max(values)
-            for name, values in zip(Second._fields, zip(*seconds, strict=True), strict=True)
-        )
-    )
+    """One row for several: rates are averaged, times of a request over all requests, of the others the highest is
+    kept."""
+    answers = [second.answers for second in seconds]
+    total = sum(answers)
+
+    def value(place: int, values: Sequence[float]) -> float:
+        if place >= OVERVIEW:
+            return sum(map(mul, values, answers)) / total if total else 0.0
+        return sum(values) / len(values) if Second._fields[place] in _AVERAGED else max(values)
+
+    return Second(*map(value, range(len(Second._fields)), zip(*seconds, strict=True)))

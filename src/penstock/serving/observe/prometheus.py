@@ -278,7 +278,8 @@ class PrometheusObserver(Observer):
             counts, rows = histograms["rows"].read()
             rejected, failed = sum(m.rejected.values()), m.answered["failed"]
             answered, batches = m.answered["ok"] + failed, counts[-1][1]
-            found[key] = Totals(m.arrived, answered, failed, rejected, batches, rows, histograms["run"].read()[1])
+            run_s = histograms["run"].read()[1]
+            found[key] = Totals(m.arrived, answered, failed, rejected, batches, rows, run_s, m.restarts)
         return found
 
     # ---- the page

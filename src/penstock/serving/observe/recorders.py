@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from heapq import merge
 from itertools import islice
 from typing import Final
 
@@ -22,7 +23,8 @@ log = logging.getLogger("penstock.serving")
 FLUSH_INTERVAL_S: Final = 1.0  # a choice: what a crash may lose
 MAX_BYTES: Final = 2**30  # some 15 million requests
 MAX_PENDING_BYTES: Final = 16 * 2**20  # not written yet
-KEPT_BATCHES: Final = 1000  # a choice: one response of /debug/batches
+KEPT_BATCHES: Final = 1000  # a choice: of each model version, and one response of /debug/batches
+KEPT_VERSIONS: Final = 50  # a choice: bounds the memory to some 15 MB
 
 
 class ArrivalRecorder(Observer):
@@ -126,7 +128,8 @@ class BatchReport(Struct, frozen=True, gc=False):
     """A finished batch. `reason` is the policy's word for why it sent the batch at that time with that many rows.
 
     `time_s` is the time of completion in Unix seconds. `waited_s` is the queue time of the oldest request, `run_s` the
-    time in the worker, `seconds` the time from dispatch to completion. `outcome` is defined in `BatchRecord`.
+    time in the worker, `seconds` the time from dispatch to completion. `outcome`, `stages_s` and `hooks_s` are defined
+    in `BatchRecord`.
     """
 
     time_s: float
@@ -144,17 +147,26 @@ class BatchReport(Struct, frozen=True, gc=False):
     seconds: float
     failed: int
     outcome: str
+    stages_s: tuple[float, float, float] | None = None
+    hooks_s: tuple[float, float] | None = None
 
 
 class BatchRecords(Observer):
-    """The last KEPT_BATCHES batches of all models."""
+    """The last KEPT_BATCHES batches of each of the KEPT_VERSIONS model versions that ran one last."""
 
     def __init__(self) -> None:
-        self._ring: deque[BatchReport] = deque(maxlen=KEPT_BATCHES)
+        self._rings: dict[tuple[str, str], deque[BatchReport]] = {}
+
+    def _ring(self, key: tuple[str, str]) -> deque[BatchReport]:
+        """A new ring, in place of the one that had no batch for the longest time."""
+        if len(self._rings) >= KEPT_VERSIONS:
+            del self._rings[min(self._rings, key=lambda each: self._rings[each][-1].time_s)]
+        ring = self._rings[key] = deque(maxlen=KEPT_BATCHES)
+        return ring
 
     def on_complete(self, record: BatchRecord) -> None:
-        r = record
-        self._ring.append(
+        r, key = record, (record.model, record.version)
+        (self._rings.get(key) or self._ring(key)).append(
             BatchReport(
                 time.time(),
                 r.model,
@@ -171,13 +183,22 @@ class BatchRecords(Observer):
                 r.seconds,
                 r.failed,
                 r.outcome,
+                r.stages_s,
+                r.hooks_s,
             )
         )
 
-    def newest(self, model: str | None = None, limit: int = KEPT_BATCHES) -> list[BatchReport]:
-        """At most `limit` batches, newest first; with `model`, only the batches of this model."""
-        return list(islice((b for b in reversed(self._ring) if model is None or b.model == model), limit))
+    def newest(
+        self, model: str | None = None, version: str | None = None, limit: int = KEPT_BATCHES
+    ) -> list[BatchReport]:
+        """At most `limit` batches, newest first; with `model`, only the batches of this model, or of its `version`."""
+        rings = [
+            reversed(ring)
+            for (name, number), ring in self._rings.items()
+            if model in (None, name) and version in (None, number)
+        ]
+        return list(islice(merge(*rings, key=lambda batch: -batch.time_s), limit))
 
     def body(self, model: str | None, limit: int) -> bytes:
         """`{"batches": [...]}` as JSON, newest first."""
-        return msgspec.json.encode({"batches": self.newest(model, limit)})
+        return msgspec.json.encode({"batches": self.newest(model, limit=limit)})

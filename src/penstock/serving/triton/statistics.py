@@ -10,6 +10,7 @@ from msgspec import Struct, field
 
 from penstock.core.contracts import BatchRecord, Observer
 from penstock.errors import BadRequest, PenstockError
+from penstock.serving.observe.history import StageTotals
 
 MAX_BATCH_SIZES: Final = 1024  # of one version; batches of further sizes are in the sums only
 COUNTED: Final = 64  # responses or batches at once: one by one they would take 15 calls of each request
@@ -63,6 +64,8 @@ class VersionStatistics(Struct):
     failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*REASONS.values(), "OTHER"), 0))
     queue: Duration = field(default_factory=Duration)
     stages: Stages = field(default_factory=Stages)
+    decode_s: float = 0.0  # the part of `compute_input` that is not the model's own, and
+    encode_s: float = 0.0  # ... of `compute_output`
     sizes: dict[int, Stages] = field(default_factory=dict)  # by the rows of a batch
 
     def add(self, record: BatchRecord, now_s: float) -> None:
@@ -81,12 +84,27 @@ class VersionStatistics(Struct):
         self.queue.add(requests, max(0.0, waited_s) + requests * ahead_s)
         stages_s = record.stages_s or (0.0, record.run_s, 0.0)
         self.stages.add(requests, stages_s)
+        preprocess_s, postprocess_s = record.hooks_s or (0.0, 0.0)
+        self.decode_s += requests * max(0.0, stages_s[0] - preprocess_s)
+        self.encode_s += requests * max(0.0, stages_s[2] - postprocess_s)
         size = self.sizes.get(ran)
         if size is None:
             if len(self.sizes) >= MAX_BATCH_SIZES:
                 return
             size = self.sizes[ran] = Stages()
         size.add(1, stages_s)
+
+    def totals(self) -> StageTotals:
+        stages = self.stages
+        return StageTotals(
+            self.success.seconds,
+            self.queue.seconds,
+            self.decode_s,
+            stages.compute_input.seconds - self.decode_s,
+            stages.compute_infer.seconds,
+            stages.compute_output.seconds - self.encode_s,
+            self.encode_s,
+        )
 
     def body(self, name: str, version: str) -> dict[str, Any]:
         """One element of Triton's `model_stats`. There is no response cache, so its counts are 0."""
@@ -118,6 +136,11 @@ class ModelStatistics(Observer):
         """The counters of a version; zeros before its first request."""
         self._count()
         return self._version(model, version)
+
+    def stages(self) -> dict[tuple[str, str], StageTotals]:
+        """The summed times of the requests of every version."""
+        self._count()
+        return {key: found.totals() for key, found in self._versions.items()}
 
     def _version(self, model: str, version: str) -> VersionStatistics:
         found = self._versions.get((model, version))

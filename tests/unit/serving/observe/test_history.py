@@ -5,7 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.contracts import ModelSnapshot, ServerSnapshot
-from penstock.serving.observe.history import EVENTS, KEPT, MODELS, History, Second, Totals, merged
+from penstock.serving.observe.history import (
+    EVENTS,
+    KEPT,
+    MODELS,
+    OVERVIEW,
+    STEP,
+    STEPS,
+    History,
+    Second,
+    StageTotals,
+    Totals,
+    merged,
+)
 from penstock.serving.observe.verdict import verdict
 from penstock.types import ModelStatus
 
@@ -47,6 +59,36 @@ def test_the_last_seconds_are_kept_in_bounded_memory() -> None:
     assert kept[-1].requests == 7
 
 
+def test_an_hour_is_kept_in_steps_and_in_bounded_memory() -> None:
+    history = History()
+    for second in range(1, STEP * (STEPS + 3) + 5):
+        history.tick(ServerSnapshot([snapshot(queue=second)]), {KEY: Totals(second)}, 1.0)
+    steps = history.hour(KEY)
+    assert len(steps) == STEPS
+    assert [step.queue for step in steps[-2:]] == [STEP * (STEPS + 2), STEP * (STEPS + 3)]
+    assert steps[-1].requests == 1
+    assert history.step_age == 4
+
+
+def test_the_mean_time_of_a_request_falls_into_its_parts() -> None:
+    history = History()
+    history.tick(ServerSnapshot([snapshot()]), {KEY: Totals(1, 1)}, 1.0)
+    stages = StageTotals(4.0, 1.0, 0.1, 0.2, 0.8, 0.3, 0.4)
+    history.tick(ServerSnapshot([snapshot()]), {KEY: Totals(6, 6, 1, stages=stages)}, 1.0)
+    parts = history.now[KEY][OVERVIEW:]
+    assert sum(parts) == pytest.approx(4.0 / 4), "of the four that were answered without an error"
+    assert parts == pytest.approx((0.25, 0.3, 0.025, 0.05, 0.2, 0.075, 0.1))
+
+
+def test_events_have_times_of_a_clock_that_is_never_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    history = History(clock=lambda: now[0])
+    now[0] += 7.0
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    history.on_worker("m", "1", 0, "died")
+    assert (history.events[-1].up_s, history.up_s) == (7.0, 7.0)
+
+
 def test_idle_models_and_old_events_are_dropped() -> None:
     history = History()
     models = [snapshot(f"m{i}") for i in range(MODELS + 10)]
@@ -65,7 +107,10 @@ rows = st.builds(Second, *[st.floats(0, 1e6, width=32)] * len(Second._fields))
 @given(st.lists(rows, min_size=1, max_size=20))
 def test_one_row_for_several_lies_between_them_and_hides_no_peak(seconds: list[Second]) -> None:
     one = merged(seconds)
-    for name, value in one._asdict().items():
+    for place, (name, value) in enumerate(one._asdict().items()):
+        if place >= OVERVIEW and not any(second.answers for second in seconds):
+            assert value == 0, "without answers there is no time of a request"
+            continue
         values = [getattr(second, name) for second in seconds]
         assert min(values) - 1e-3 <= value <= max(values) + 1e-3 * max(values)
     assert one.p99_s == max(second.p99_s for second in seconds)

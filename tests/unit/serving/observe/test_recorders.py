@@ -15,7 +15,7 @@ import pytest
 from penstock.core.contracts import BatchRecord
 from penstock.errors import ConfigError
 from penstock.serving.observe import recorders
-from penstock.serving.observe.recorders import KEPT_BATCHES, ArrivalRecorder, BatchRecords
+from penstock.serving.observe.recorders import KEPT_BATCHES, KEPT_VERSIONS, ArrivalRecorder, BatchRecords
 
 
 def recorded(path: Path, write: Callable[[ArrivalRecorder], None], **more: Any) -> list[dict[str, Any]]:
@@ -172,6 +172,8 @@ def test_a_batch_report_gives_the_reason_for_its_size(record: Callable[..., Batc
         "seconds": 0.5,
         "failed": 1,
         "outcome": "died",
+        "stages_s": None,
+        "hooks_s": None,
     }
 
 
@@ -190,4 +192,16 @@ def test_batches_can_be_filtered_by_model(
     records = BatchRecords()
     for i in range(1, 6):
         records.on_complete(record(i, model="a" if i % 2 else "b"))
-    assert [b.rows for b in records.newest(model, limit)] == rows
+    assert [b.rows for b in records.newest(model, limit=limit)] == rows
+
+
+def test_a_busy_version_does_not_hide_the_batches_of_a_quiet_one(record: Callable[..., BatchRecord]) -> None:
+    records = BatchRecords()
+    records.on_complete(record(3, model="quiet", version="2"))
+    for _ in range(KEPT_BATCHES + 5):
+        records.on_complete(record(1, model="busy"))
+    assert [b.rows for b in records.newest("quiet", "2")] == [3]
+    assert not records.newest("quiet", "1")
+    for i in range(KEPT_VERSIONS):
+        records.on_complete(record(1, model=f"other{i}"))
+    assert not records.newest("quiet")

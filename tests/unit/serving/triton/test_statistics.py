@@ -8,6 +8,7 @@ import pytest
 
 from penstock.core.contracts import BatchRecord
 from penstock.errors import BadOutput, BadRequest, DecodeError, ItemFailed
+from penstock.serving.observe.history import StageTotals
 from penstock.serving.triton.statistics import MAX_BATCH_SIZES, ModelStatistics
 
 
@@ -43,6 +44,14 @@ def test_sums_are_those_of_triton() -> None:
         }
     ]
     assert (body["response_stats"], body["memory_usage"]) == ({}, [])
+
+
+def test_the_stages_of_requests_are_the_models_own_and_the_servers() -> None:
+    statistics = ModelStatistics()
+    statistics.on_complete(record(2, (0.25, 0.5), stages_s=(0.5, 1.0, 0.25), hooks_s=(0.125, 0.25)))
+    statistics.on_complete(record(1, stages_s=(0.5, 1.0, 0.25)))
+    statistics.on_answer("m", "1", [2.0, 4.0, 8.0], 0)
+    assert statistics.stages() == {("m", "1"): StageTotals(14.0, 1.0, 1.25, 0.25, 3.0, 0.5, 0.25)}
 
 
 def test_failed_requests_are_no_inferences_and_have_no_times() -> None:
