@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,9 @@ def load(server: Any) -> Iterator[Callable[..., None]]:
         thread.join()
 
 
-def events(url: str, count: int, headers: dict[str, str] | None = None) -> list[Any]:
-    """The first events of the stream."""
-    request = urllib.request.Request(f"{url}/dashboard/events", headers=headers or {})
+def events(url: str, count: int, headers: dict[str, str] | None = None, model: str = "") -> list[Any]:
+    """The first events of the stream of all models, or of "model/version"."""
+    request = urllib.request.Request(f"{url}/dashboard/events{model and f'/{model}'}", headers=headers or {})
     with urllib.request.urlopen(request, timeout=30) as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
         found = []
@@ -110,9 +111,7 @@ def test_the_verdict_names_the_model_and_the_cause(
     raise AssertionError(view["verdict"])
 
 
-def test_a_browser_shows_the_server_live(
-    server: Any, browser: Browser, load: Callable[..., None], request: pytest.FixtureRequest
-) -> None:
+def test_a_browser_shows_the_server_live(server: Any, browser: Browser, load: Callable[..., None]) -> None:
     browser.open(f"{server.urls['metrics']}/")
     browser.wait_for("document.querySelectorAll('#models tbody tr').length === 3")
     load("echo", 2)
@@ -120,20 +119,76 @@ def test_a_browser_shows_the_server_live(
     browser.wait_for(f"parseFloat({cell}.textContent.replace(',', '')) > 10")
     browser.wait_for("document.querySelector('#models polyline').getAttribute('points').split(' ').length > 2")
     assert "echo" in browser.run("document.querySelector('#models').innerText")
-    for width in (1280, 380):
+    check_page(browser, "dashboard")
+
+
+def check_page(browser: Browser, name: str) -> None:
+    """What holds for every page: it fits wide and narrow windows, light and dark, loads nothing from elsewhere, has no
+    error, and axe-core finds nothing serious. Its pictures are kept in $PENSTOCK_PICTURES."""
+    for scheme, width in (("light", 1280), ("dark", 1280), ("light", 380)):
         browser.resize(width, 900)
+        browser.prefer(scheme)
         assert browser.run("document.documentElement.scrollWidth <= window.innerWidth"), width
         picture = browser.picture()
         assert picture.startswith(b"\x89PNG")
         if folder := os.environ.get("PENSTOCK_PICTURES"):
-            Path(folder, f"dashboard-{width}.png").write_bytes(picture)
+            Path(folder, f"{name}-{scheme}-{width}.png").write_bytes(picture)
+        if axe := find_spec("axe_core_python"):
+            browser.run(Path(axe.origin or "").with_name("axe.min.js").read_text() + ";0")
+            found = browser.run("axe.run().then((found) => found.violations)")
+            serious = [f for f in found if f["impact"] in ("serious", "critical")]
+            assert not serious, json.dumps([(f["id"], [n["html"] for n in f["nodes"]]) for f in serious], indent=1)
     assert browser.run("performance.getEntriesByType('resource').every((e) => e.name.startsWith(location.origin))")
     assert browser.problems == []
 
 
+def test_a_model_has_a_page_with_its_past_and_its_last_batches(
+    server: Any, browser: Browser, load: Callable[..., None]
+) -> None:
+    load("slow", 4)
+    browser.open(f"{server.urls['metrics']}/")
+    link = "document.querySelector('#models a[href=\"#model/slow/1\"]')"
+    browser.wait_for(f"!!{link}")
+    browser.run(f"{link}.focus(), (window.kept = {link}, 0)")
+    browser.wait_for(f"{link}.closest('tr').querySelectorAll('polyline').length === 2")
+    time.sleep(2.5)
+    assert browser.run("document.activeElement === window.kept"), "a new second moves the focus"
+    browser.run("document.activeElement.click()")
+    browser.wait_for("document.querySelectorAll('#model .uplot canvas').length === 8")
+    browser.wait_for("document.querySelectorAll('#model .lane rect').length > 5")
+    latency = (
+        "[...document.querySelectorAll('#model [role=img]')].map((e) => e.ariaLabel).find((t) => /^Latency/.test(t))"
+    )
+    browser.wait_for(f"/p99 [1-9.]+ s/.test({latency})")
+    text = browser.wait_for("document.querySelector('#model').innerText")
+    for shown in ("slow version 1", "Restarts", "Batches of the last", "full: it had", "The batch before it had 1 of"):
+        assert shown in text, shown
+    browser.run("[...document.querySelectorAll('#model button')].find((b) => /hour/.test(b.textContent)).click()")
+    check_page(browser, "model")
+    browser.run("document.querySelector('#model a').click()")
+    browser.wait_for("!document.querySelector('#overview').hidden && document.querySelector('#model').hidden")
+
+
+def test_the_stream_of_one_model_has_its_parts(server: Any, load: Callable[..., None]) -> None:
+    load("slow", 3)
+    url = server.urls["metrics"]
+    first, *later = events(url, 5, model="slow/1")
+    for view in (first, *later):
+        assert [model["name"] for model in view["models"]] == ["slow"]
+        assert {"lanes", "reasons", "cost", "restarts", "processes"} <= set(view["detail"])
+    now = dict(zip(first["fields"], later[-1]["models"][0]["seconds"][0], strict=True))
+    assert now["waited_s"] > now["predict_s"] > 0.25, "two others are before each request"
+    assert later[-1]["detail"]["cost"]["points"]
+    assert later[-1]["up_s"] > first["up_s"]
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        events(url, 1, model="slow/2")
+
+
 def test_files_are_small_and_nothing_runs_in_the_page(server: Any) -> None:
+    from penstock.serving.http.dashboard import _TYPES
+
     url, total = server.urls["metrics"], 0
-    for path in ("", "dashboard/dashboard.js", "dashboard/dashboard.css"):
+    for path in ("", *(f"dashboard/{name}" for name in _TYPES)):
         with urllib.request.urlopen(f"{url}/{path}") as answer:
             assert "script-src 'self'" in answer.headers["content-security-policy"]
             total += len(answer.read())
@@ -150,6 +205,10 @@ def test_hostile_names_are_texts(serve_all: Callable[..., Any], browser: Browser
     browser.open(f"{server.urls['metrics']}/")
     shown = browser.wait_for("document.querySelector('#models tbody th')?.textContent")
     assert "<img src=x" in shown
+    browser.run("document.querySelector('#models a').click()")
+    shown = browser.wait_for("document.querySelector('#model h2').textContent")
+    assert "<img src=x" in shown
+    browser.wait_for("document.querySelectorAll('#model dd').length > 5")
     assert browser.run("document.title") == "Penstock"
     assert browser.run("document.images.length") == 0
 

@@ -75,6 +75,10 @@ class Browser:
         """Sets the size of the page's window, in pixels."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
+    def prefer(self, scheme: str) -> None:
+        """Asks for "light" or "dark" colours."""
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
     def picture(self) -> bytes:
         """The page as a PNG file."""
         return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])

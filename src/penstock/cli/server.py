@@ -33,7 +33,7 @@ from penstock.serving.http.descriptors import share_connections
 from penstock.serving.http.listener import reading_of
 from penstock.serving.http.server import HttpServer, NativeFlavor
 from penstock.serving.http.sockets import PortInUse
-from penstock.serving.observe.history import History
+from penstock.serving.observe.history import History, StageTotals, Totals
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.recorders import ArrivalRecorder, BatchRecords
 from penstock.serving.process import ServerLog, StopSignal, freeze_heap, lame_duck_s, report_ready, runner, say
@@ -109,7 +109,7 @@ class Server:
         further = TritonMetrics(self._statistics) if config.server.triton_metrics else None
         self._metrics = PrometheusObserver(further=further)
         self._history = History()
-        self._dashboard = Dashboard(self._history, lambda: self._metrics.read(), self._metrics.totals)
+        self._dashboard = Dashboard(self._history, lambda: self._metrics.read(), self._totals, self._records.newest)
         self._management: Management | None = None  # once the configured models are loaded
         self._stop = StopSignal(self._report_draining, self._reload)
         self._flavors: dict[str, NativeFlavor] = {}
@@ -318,6 +318,12 @@ class Server:
             return
         scheme += "s" if self._config.server.tls_cert else ""
         self.urls[name] = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+    def _totals(self) -> dict[tuple[str, str], Totals]:
+        """The counters that the dashboard shows."""
+        stages = self._statistics.stages()
+        counted = self._metrics.totals()
+        return {key: found._replace(stages=stages.get(key, StageTotals())) for key, found in counted.items()}
 
     # ---- output
 

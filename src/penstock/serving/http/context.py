@@ -274,7 +274,7 @@ class ResponseWriter:
                 return
             if template.subscribe is not None:
                 self._count_quick(QUICK_PER_TURN)
-                context.ticket = template.subscribe(context.on_result)
+                context.ticket = template.subscribe(route, context.on_result)
                 return
             if template.name_of is not None:
                 context.route = route = name_model(route, context.payload)

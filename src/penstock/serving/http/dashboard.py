@@ -1,8 +1,8 @@
 """The dashboard: a page on the metrics listener that shows what the server does, as it happens."""
 
 # The page is static, and reads one stream of server-sent events: first all that it needs, then once a second what
-# changed. Everything is encoded once for all viewers. A viewer that stops reading is dropped by its connection like the
-# reader of any stream, and there are at most VIEWERS.
+# changed. A stream shows all models, or one of them in detail. Everything is encoded once for all viewers of a stream.
+# A viewer that stops reading is dropped by its connection like the reader of any stream, and there are at most VIEWERS.
 # Without viewers, a second costs one reading of the models. A browser without scripts gets a table.
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import html
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -21,9 +21,11 @@ import msgspec
 from penstock._version import __version__
 from penstock.core.contracts import Backend, ModelSnapshot, ServerSnapshot
 from penstock.core.readings import resident_bytes
-from penstock.errors import QueueFull
+from penstock.errors import ModelNotFound, QueueFull
 from penstock.serving.http.responses import SSE, sse_event
-from penstock.serving.observe.history import History, Key, Second, Totals
+from penstock.serving.observe.batches import batches
+from penstock.serving.observe.history import EVENTS, KEPT, OVERVIEW, STEP, History, Key, Second, Totals
+from penstock.serving.observe.recorders import BatchReport
 from penstock.serving.observe.verdict import LOOKED_S, verdict
 from penstock.serving.protocols.route import PAGE_HEADERS, Route, Template
 from penstock.types import ItemResult, Sink
@@ -32,16 +34,22 @@ log = logging.getLogger("penstock.serving")
 
 VIEWERS: Final = 100
 SHOWN_S: Final = 60  # of the small charts
-SHOWN_EVENTS: Final = 50
 MEMORY_EVERY: Final = 5  # seconds: reading it costs more than all else
 MODELS: Final = 500  # in one view, the busiest first
 _STATIC: Final = Path(__file__).parent / "static"
-_TYPES: Final = {"dashboard.js": "text/javascript", "dashboard.css": "text/css"}
+_SCRIPTS: Final = ("uplot.js", "charts.js", "model.js", "dashboard.js")
+_TYPES: Final = dict.fromkeys(_SCRIPTS, "text/javascript") | {"dashboard.css": "text/css"}
 _HTML: Final = "text/html; charset=utf-8"
+_STREAMS: Final = {
+    "": "What the dashboard shows, as server-sent events once a second",
+    "/{model}/{version}": "The same for one model version, in detail",
+}
+_COST: Final = ("a_s", "b_s", "ready", "fitted", "upper_ratio", "points", "sizes_s", "max_batch_size", "ceiling")
 
 
 class Dashboard:
-    """The views of one server. `read` returns its state, and `totals` its counters by model.
+    """The views of one server. `read` returns its state, `totals` its counters by model, and `newest` the last batches
+    of a model version, the newest first.
 
     `run` ticks once a second until it is cancelled; `close` ends the streams of all viewers.
     """
@@ -51,11 +59,13 @@ class Dashboard:
         history: History,
         read: Callable[[], ServerSnapshot],
         totals: Callable[[], dict[Key, Totals]],
+        newest: Callable[[str, str], list[BatchReport]] = lambda model, version: [],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._history, self._read, self._totals, self._clock = history, read, totals, clock
+        self._history, self._read, self._newest, self._clock = history, read, newest, clock
+        self._read_totals, self._totals = totals, dict[Key, Totals]()
         self._began_s = time.time()
-        self._viewers: dict[object, Sink] = {}
+        self._viewers: dict[_Viewer, Sink] = {}
         self._ticked_s = clock()
         self._ticks = 0
         self._sent_events = 0
@@ -77,47 +87,55 @@ class Dashboard:
         """Adds the last second to the history, and sends it to the viewers."""
         now = self._clock()
         self._snapshot = snapshot = self._read()
-        self._history.tick(snapshot, self._totals(), max(now - self._ticked_s, 1e-3))
+        self._totals = self._read_totals()
+        self._history.tick(snapshot, self._totals, max(now - self._ticked_s, 1e-3))
         self._ticked_s = now
         if self._viewers:
             if self._ticks % MEMORY_EVERY == 0:
                 self._read_memory()
             self._ticks += 1
-            count = min(self._history.event_count - self._sent_events, SHOWN_EVENTS)
-            self._publish(self._event(self._view(seconds=1, events=count)))
+            count = min(self._history.event_count - self._sent_events, EVENTS)
+            for key in {viewer.key for viewer in self._viewers}:
+                self._publish(key, self._event(self._view(key, seconds=1, events=count)))
         self._sent_events = self._history.event_count
 
     def _read_memory(self) -> None:
         self._memory = {pid: resident_bytes(pid) for m in self._snapshot.models for pid in m.pids.values()}
 
-    def _publish(self, event: bytes) -> None:
+    def _publish(self, key: Key | None, event: bytes) -> None:
         part = ItemResult(event, SSE, final=False)
-        for sink in list(self._viewers.values()):
+        for sink in [sink for viewer, sink in self._viewers.items() if viewer.key == key]:
             sink(part)
 
     # ---- views
 
-    def _view(self, seconds: int, events: int) -> dict[str, Any]:
-        """What the page shows, with the last `seconds` of each model and the last `events`."""
+    def _view(self, key: Key | None, seconds: int, events: int) -> dict[str, Any]:
+        """What a page shows, of all models or of one, with the last `seconds` of each and the last `events`."""
         models = self._snapshot.models
         last = {m.key: self._history.last(m.key, LOOKED_S) for m in models}
         found = verdict(models, last)
-        if len(models) > MODELS:
+        detail: dict[str, Any] = {}
+        if key is not None:
+            models = [m for m in models if m.key == key]
+            detail = {"detail": self._detail(models[0], seconds) if models else None}
+        elif len(models) > MODELS:
             models = sorted(models, key=lambda m: -self._now(m.key).requests)[:MODELS]
         recent = list(self._history.events)[len(self._history.events) - events :]
         return {
             "now_s": time.time(),
+            "up_s": self._history.up_s,
             "verdict": found,
-            "models": [self._model(m, seconds) for m in sorted(models, key=lambda m: m.key)],
+            "models": [self._model(m, seconds, key is not None) for m in sorted(models, key=lambda m: m.key)],
             "model_count": len(self._snapshot.models),
             "events": [event._asdict() for event in recent],
             "connections": self._snapshot.http.connections if self._snapshot.http else 0,
+            **detail,
         }
 
     def _now(self, key: Key) -> Second:
         return self._history.now.get(key, Second())
 
-    def _model(self, model: ModelSnapshot, seconds: int) -> dict[str, Any]:
+    def _model(self, model: ModelSnapshot, seconds: int, whole: bool) -> dict[str, Any]:
         status, key = model.status, model.key
         rows = self._history.last(key, seconds) if seconds > 1 else [self._now(key)]
         return {
@@ -130,7 +148,25 @@ class Dashboard:
             "batch": status.model_batch_size or status.max_batch_size,
             "slo_s": model.slo_s,
             "memory_bytes": sum(self._memory.get(pid, 0) for pid in model.pids.values()),
-            "seconds": [[round(value, 5) for value in row] for row in rows],
+            "seconds": _rounded(rows, len(Second._fields) if whole else OVERVIEW),
+        }
+
+    def _detail(self, model: ModelSnapshot, seconds: int) -> dict[str, Any]:
+        """What the page of one model shows besides."""
+        key, learned = model.key, model.scheduler
+        steps = self._history.hour(key) if seconds > 1 or not self._history.step_age else []
+        now_s = time.time()
+        return {
+            "steps": _rounded(steps[-1:] if seconds == 1 else steps, len(Second._fields)),
+            "step_age": self._history.step_age,
+            "queue_rows": model.queue_rows,
+            "max_queue_rows": model.max_queue_rows,
+            "in_flight": model.in_flight,
+            "oldest_s": model.oldest_s,
+            "restarts": self._totals[key].restarts if key in self._totals else 0,
+            "processes": [(slot, pid, self._memory.get(pid, 0)) for slot, pid in sorted(model.pids.items())],
+            "cost": {name: learned[name] for name in _COST if name in learned},
+            **batches(self._newest(*key), now_s),
         }
 
     def _event(self, view: dict[str, Any]) -> bytes:
@@ -138,15 +174,20 @@ class Dashboard:
 
     # ---- viewers
 
-    def subscribe(self, sink: Sink) -> _Viewer:
-        """Sends the whole view now, and each second from now on. Raises QueueFull for too many viewers."""
+    def subscribe(self, route: Route, sink: Sink) -> _Viewer:
+        """Sends the whole view now, and each second from now on. Raises QueueFull for too many viewers, and
+        ModelNotFound."""
         if len(self._viewers) >= VIEWERS:
             raise QueueFull(f"the dashboard has {VIEWERS} viewers, and takes no more", retry_after_s=10.0)
-        viewer = _Viewer(self._viewers)
         self._snapshot = self._read()
+        key = (route.model, route.version) if route.version else None
+        if key is not None and all(m.key != key for m in self._snapshot.models):
+            raise ModelNotFound(f"no version '{key[1][:100]}' of a model '{key[0][:100]}' is loaded")
+        viewer = _Viewer(self._viewers, key)
         self._read_memory()
-        view = self._view(SHOWN_S, SHOWN_EVENTS)
-        view |= {"penstock": __version__, "began_s": self._began_s, "fields": Second._fields}
+        fields = Second._fields[: OVERVIEW if key is None else None]
+        view = self._view(key, SHOWN_S if key is None else KEPT, EVENTS)
+        view |= {"penstock": __version__, "began_s": self._began_s, "fields": fields, "step_s": STEP}
         sink(ItemResult(self._event(view), SSE, final=False))
         self._viewers[viewer] = sink
         return viewer
@@ -175,11 +216,9 @@ class Dashboard:
         return (
             Template("/", "The dashboard", answer=page, open=True),
             *files,
-            Template(
-                "/dashboard/events",
-                "What the dashboard shows, as server-sent events once a second",
-                subscribe=self.subscribe,
-                own_events=True,
+            *(
+                Template(f"/dashboard/events{path}", summary, subscribe=self.subscribe, own_events=True)
+                for path, summary in _STREAMS.items()
             ),
         )
 
@@ -199,13 +238,17 @@ class Dashboard:
 
 
 class _Viewer:
-    """The ticket of a viewer."""
+    """The ticket of a viewer of one model, or of all (None)."""
 
-    def __init__(self, viewers: dict[object, Sink]) -> None:
-        self._viewers = viewers
+    def __init__(self, viewers: dict[_Viewer, Sink], key: Key | None) -> None:
+        self._viewers, self.key = viewers, key
 
     def cancel(self) -> None:
         self._viewers.pop(self, None)
+
+
+def _rounded(rows: Sequence[Second], fields: int) -> list[list[float]]:
+    return [[float(f"{value:.4g}") for value in row[:fields]] for row in rows]
 
 
 @cache

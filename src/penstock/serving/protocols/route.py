@@ -85,7 +85,8 @@ class Template(Struct, frozen=True):
     open: bool = False  # requires no token
     error_body: Callable[[PenstockError], bytes] = error_body
     serve: Serve | None = None
-    subscribe: Callable[[Sink], Ticket] | None = None  # begins a stream that ends when the server or the client does
+    # begins a stream that ends when the server or the client does
+    subscribe: Callable[[Route, Sink], Ticket] | None = None
     methods: frozenset[str] | None = None  # None: any, or the methods of the flavor
     headers: Headers = field(default_factory=list)  # added to the item of an inference route
     guard: str = ""  # the token group that it requires, in a flavor with several

@@ -3,62 +3,53 @@
 
 const KEPT = 60; // seconds of the small charts
 const SHOWN_EVENTS = 50;
-const find = (selector) => document.querySelector(selector);
+const MOST_EVENTS = 200; // as many as the server keeps
 const charts = new Map(); // the last seconds by model and version
+const rows = new Map(); // the table's rows by model and version
+const modelPage = new ModelPage(find("#model"));
 let fields = [];
 let began = 0;
 let events = [];
+let token = "";
+let reading = new AbortController();
 
-function element(name, text = "", attributes = {}) {
-  const found = document.createElement(name);
-  found.textContent = text; // never as HTML: models have any name
-  for (const [key, value] of Object.entries(attributes)) found.setAttribute(key, value);
-  return found;
-}
+const keyOf = (model) => `${encodeURIComponent(model.name)}/${encodeURIComponent(model.version)}`;
+const shownModel = () => location.hash.match(/^#model\/([^/]+\/[^/]+)$/)?.[1];
 
-function seconds(value) {
-  if (!value) return "-";
-  if (value < 1) return `${(value * 1000).toPrecision(value < 0.01 ? 2 : 3)} ms`;
-  return value < 120 ? `${value.toFixed(1)} s` : `${Math.round(value / 60)} min`;
-}
-
-function count(value) {
-  return value === 0 ? "0" : value < 10 ? value.toFixed(1) : Math.round(value).toLocaleString("en");
-}
-
-function memory(bytes) {
-  return bytes ? `${(bytes / 2 ** 20).toFixed(0)} MiB` : "-";
-}
+// ---- the overview
 
 function line(rows, name, kind) {
   const place = fields.indexOf(name);
   const most = Math.max(...rows.map((row) => row[place]), 1e-9);
   const points = rows.map((row, i) => `${i + KEPT - rows.length},${30 - (28 * row[place]) / most}`);
-  const found = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
-  found.setAttribute("points", points.join(" "));
-  found.setAttribute("class", kind);
-  return found;
+  return drawn("polyline", { points: points.join(" "), class: kind });
 }
 
-function chart(model, rows) {
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.setAttribute("viewBox", `0 0 ${KEPT - 1} 32`);
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("role", "img");
+function chart(model, rows, up) {
   const last = Object.fromEntries(fields.map((name, i) => [name, rows.at(-1)?.[i] ?? 0]));
-  svg.setAttribute("aria-label", `${count(last.requests)} requests/s, p99 ${seconds(last.p99_s)}`);
+  const label = `${count(last.requests)} requests/s, p99 ${seconds(last.p99_s)}`;
+  const svg = drawn("svg", { viewBox: `0 0 ${KEPT - 1} 32`, preserveAspectRatio: "none", role: "img", "aria-label": label });
   svg.append(line(rows, "requests", "requests"), line(rows, "p99_s", "p99"));
+  for (const event of events) {
+    const x = KEPT - 1 - (up - event.up_s);
+    if (x < 0 || (event.model && event.model !== model.name)) continue;
+    svg.append(drawn("line", { x1: x, x2: x, y1: 0, y2: 32, class: BAD.has(event.kind) ? "bad" : "" }));
+  }
   return svg;
 }
 
-function row(model) {
-  const key = JSON.stringify([model.name, model.version]);
-  const rows = [...(charts.get(key) ?? []), ...model.seconds].slice(-KEPT);
-  charts.set(key, rows);
-  const now = Object.fromEntries(fields.map((name, i) => [name, rows.at(-1)?.[i] ?? 0]));
-  const found = element("tr");
-  const head = element("th", model.name, { scope: "row", title: model.name });
-  head.append(" ", element("small", `version ${model.version}`));
+function row(model, up) {
+  const key = keyOf(model);
+  const past = [...(charts.get(key) ?? []), ...model.seconds].slice(-KEPT);
+  charts.set(key, past);
+  const now = Object.fromEntries(fields.map((name, i) => [name, past.at(-1)?.[i] ?? 0]));
+  let found = rows.get(key);
+  if (!found) { // kept, so that the focus stays on its link
+    const head = element("th", "", { scope: "row", title: model.name }, element("a", model.name, { href: `#model/${key}` }));
+    head.append(" ", element("small", `version ${model.version}`));
+    found = element("tr", "", {}, head);
+    rows.set(key, found);
+  }
   const late = model.slo_s && now.p99_s > model.slo_s ? "late" : "";
   const target = model.slo_s ? ` (target ${seconds(model.slo_s)})` : "";
   const cells = [
@@ -73,12 +64,27 @@ function row(model) {
     ["Errors/s", count(now.failed + now.rejected), now.failed + now.rejected ? "errors" : ""],
     ["Memory", memory(model.memory_bytes)],
   ];
-  found.append(head, ...cells.map(([label, text, kind = ""]) => element("td", text, { "data-label": label, class: kind })));
-  const drawn = element("td", "", { "data-label": "Last minute" });
-  drawn.append(chart(model, rows));
-  found.append(drawn);
+  const shown = cells.map(([label, text, kind = ""]) => element("td", text, { "data-label": label, class: kind }));
+  while (found.children.length > 1) found.lastChild.remove();
+  found.append(...shown, element("td", "", { "data-label": "Last minute" }, chart(model, past, up)));
   return found;
 }
+
+function showModels(view) {
+  const body = find("#models tbody");
+  const shown = view.models.map((model) => row(model, view.up_s));
+  if (shown.length !== body.children.length || shown.some((each, i) => each !== body.children[i])) {
+    body.replaceChildren(...shown);
+    const there = new Set(view.models.map(keyOf));
+    for (const key of rows.keys()) if (!there.has(key)) (rows.delete(key), charts.delete(key));
+  }
+  find("#models").hidden = !shown.length;
+  const more = view.model_count - view.models.length;
+  find("#more").hidden = !more;
+  find("#more").textContent = `... and ${more} models with fewer requests`;
+}
+
+// ---- all pages
 
 function show(view) {
   if (view.fields) {
@@ -96,27 +102,22 @@ function show(view) {
   }
   find("#about").textContent =
     `${find("#about").dataset.version}, up for ${seconds(view.now_s - began)}, ${view.connections} connections`;
-  find("#models").hidden = !view.models.length;
-  find("#models tbody").replaceChildren(...view.models.map(row));
-  const more = view.model_count - view.models.length;
-  find("#more").hidden = !more;
-  find("#more").textContent = `... and ${more} models with fewer requests`;
-  events = [...events, ...view.events].slice(-SHOWN_EVENTS);
+  events = [...events, ...view.events].slice(-MOST_EVENTS);
+  if (shownModel()) modelPage.show(view, events);
+  else showModels(view);
   find("#events").hidden = !events.length;
   if (view.events.length) {
-    find("#events ol").replaceChildren(...events.toReversed().map((event) => {
-      const found = element("li");
+    find("#events ol").replaceChildren(...events.slice(-SHOWN_EVENTS).toReversed().map((event) => {
       const time = new Date(event.time_s * 1000);
-      found.append(element("time", time.toLocaleTimeString(), { datetime: time.toISOString() }));
-      found.append(`${event.model} ${event.version}: ${event.kind}${event.text && `, ${event.text}`}`);
-      return found;
+      return element("li", "", {}, element("time", time.toLocaleTimeString(), { datetime: time.toISOString() }), named(event));
     }));
   }
 }
 
-async function read(token) {
+async function read(signal) {
   const headers = token ? { authorization: `Bearer ${token}` } : {};
-  const response = await fetch("/dashboard/events", { headers });
+  const model = shownModel();
+  const response = await fetch(`/dashboard/events${model ? `/${model}` : ""}`, { headers, signal });
   find("#token").hidden = response.status !== 401;
   if (response.status === 401) return false;
   if (!response.ok) throw new Error(`the server answers ${response.status}: ${await response.text()}`);
@@ -131,14 +132,19 @@ async function read(token) {
   }
 }
 
-async function run(token) {
-  for (;;) {
+async function run() {
+  reading.abort();
+  const { signal } = (reading = new AbortController());
+  find("#overview").hidden = Boolean(shownModel());
+  find("#model").hidden = !shownModel();
+  while (!signal.aborted) {
     try {
-      if (!(await read(token))) {
+      if (!(await read(signal))) {
         find("#verdict").textContent = token ? "The token is wrong." : "A token is required.";
         return;
       }
     } catch (error) {
+      if (signal.aborted) return;
       const verdict = find("#verdict");
       verdict.className = "error";
       verdict.dataset.text = "";
@@ -150,6 +156,12 @@ async function run(token) {
 
 find("#token").onsubmit = (event) => {
   event.preventDefault();
-  run(find("#token input").value);
+  token = find("#token input").value;
+  run();
 };
-run("");
+onhashchange = () => {
+  run();
+  if (shownModel()) modelPage.title.focus();
+};
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => modelPage.redraw());
+run();
