@@ -30,7 +30,8 @@ LAYERS = (
     ("serving.triton",),
     ("serving.http",),
     ("serving.grpc",),
-    ("streamer", "pipeline", "bulk", "perf", "ray"),
+    ("streamer", "pipeline", "bulk", "perf"),
+    ("ray",),
     ("torchserve",),
     ("torchpipe",),
     ("platforms",),
@@ -38,7 +39,7 @@ LAYERS = (
 )
 ROW = {entry: row for row, entries in enumerate(LAYERS) for entry in entries}
 SUBSYSTEMS = ("streamer", "pipeline", "bulk", "perf", "ray", "torchserve", "torchpipe")
-BETWEEN_SUBSYSTEMS = {("torchpipe", "pipeline"), ("torchserve", "pipeline")}
+BETWEEN_SUBSYSTEMS = {("torchpipe", "pipeline"), ("torchserve", "pipeline"), ("ray", "bulk")}
 WITHIN_A_ROW = {*LAYERS[0], *LAYERS[-1]}
 PUBLIC_API_USERS = ("cli.demo",)  # they import the names that users import
 

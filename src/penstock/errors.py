@@ -39,7 +39,7 @@ class PenstockError(Exception):
         self.retry_after_s = retry_after_s
         self.detail = detail
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:
         fields = (type(self), self.message, self.retry_after_s, self.detail)
         return (_rebuild, fields, {"original": self.original})
 

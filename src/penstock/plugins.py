@@ -44,6 +44,10 @@ BUILTIN: dict[str, dict[str, str]] = {
         "torchserve_inputs": "penstock.torchserve.protocol.codec:InputsCodec",
         "torchserve_raw": "penstock.torchserve.protocol.codec:RawCodec",
     },
+    # where a bulk job decodes and sends
+    "cluster": {
+        "ray": "penstock.ray.captions:RayCaptions",
+    },
     # opens targets other than Python code: model files, pipeline files, torch.nn.Module; a `predict` of tensors; and
     # `preprocess` in processes of its own
     "runtime": {

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import click
+import msgspec
 
 from penstock.bulk.job import BulkJob, dry_run
 from penstock.bulk.options import JobOptions
@@ -22,6 +23,7 @@ from penstock.bulk.types import Sampling
 from penstock.client.endpoint import read_token
 from penstock.config.targets import number_or_auto
 from penstock.errors import INTERRUPTED, USAGE, ConfigError, PenstockError
+from penstock.plugins import resolve
 from penstock.values import quantity
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -112,10 +114,21 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
             name: flags[name]
             for name in (
                 "inputs", "servers", "model", "ca", "pixels", "kernel", "tone_map", "deinterlace", "mode", "decoders",
-                "memory_bytes", "give_up_s", "wait_s", "from0", "extensions", "on_damage", "restart", "retry_failed",
+                "memory_bytes", "give_up_s", "wait_s", "from0", "extensions", "on_damage", "ray", "restart",
+                "retry_failed",
             )
         },
     )  # fmt: skip
+
+
+def cluster(_: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """The address of a Ray cluster."""
+    if value is not None and value != "auto" and not re.fullmatch(r"[^/]+:\d+", value):
+        raise click.BadParameter(
+            f"expected auto or an address such as 10.0.0.1:6379, found '{value}'; before INPUT write --ray=auto",
+            param=parameter,
+        )
+    return value
 
 
 def make_paths(flags: dict[str, Any], shard: Shard | None = None) -> tuple[OutputPaths, Path, Path]:
@@ -302,6 +315,14 @@ class _Caption(click.Command):
     metavar="I/N",
     help="Caption part I of N, on one of N machines: 2/8, or auto/8 in a Slurm array or an indexed Job of Kubernetes.",
 )
+@click.option(
+    "--ray",
+    is_flag=False,
+    flag_value="auto",
+    callback=cluster,
+    metavar="[HOST:PORT]",
+    help="Decode and send on the nodes of a Ray cluster [the one of RAY_ADDRESS or of this machine].",
+)
 @click.option("--retry-failed", is_flag=True, help="Retry failed videos.")
 @click.option("--restart", is_flag=True, help="Discard the captions of earlier runs.")
 @click.option("--dry-run", is_flag=True, help="List the work and send no frames.")
@@ -339,7 +360,12 @@ def run(options: JobOptions, reporter: ProgressReporter) -> int:
     """The exit status of the job. Raises PenstockError if it cannot begin."""
     logger, warnings = logging.getLogger("penstock"), WarningHandler(reporter)
     logger.addHandler(warnings)
-    job = BulkJob(options, reporter)
+    parts = None
+    if options.ray is not None:
+        cluster = resolve("cluster", "ray")("" if options.ray == "auto" else options.ray)
+        parts = cluster.parts()
+        options = msgspec.structs.replace(options, decoders=options.decoders or cluster.cpus)
+    job = BulkJob(options, reporter, parts)
     handlers = SignalHandlers(job, reporter)
     try:
         summary = job.run()

@@ -326,6 +326,10 @@ class BlockPool:
         return sum(self._free)
 
     @property
+    def stopped(self) -> bool:
+        return self._stopped
+
+    @property
     def waiting(self) -> int:
         """Requests that wait for memory."""
         return len(self._waiting)

@@ -49,6 +49,7 @@ class JobOptions(Struct, frozen=True, kw_only=True):
     from0: bool = False
     extensions: frozenset[str] = frozenset()
     shard: Shard | None = None
+    ray: str | None = None  # the address of a cluster, or "auto"
     restart: bool = False
     retry_failed: bool = False
 

@@ -44,6 +44,10 @@ class VideoError(PenstockError):
         self.stage = stage
         self.frame = frame
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        make, fields, state = super().__reduce__()
+        return make, fields, {**state, "stage": self.stage, "frame": self.frame}
+
 
 class VideoProbe(Struct, frozen=True):
     """The statements of a container's header: hints, never promises. `frames` is 0 if the header has no count.
