@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 SUBSYSTEMS = {  # with what is built on them: their conformance checks, the demo's load generator, TorchPipe's dialect
     "streamer": ["streamer"],
     "pipeline": ["pipeline", "testing/ops.py", "torchpipe", "torchserve/workflow.py"],
-    "bulk": ["bulk"],
+    "bulk": ["bulk", "ray/captions.py"],
     "perf": ["perf", "cli/demo"],
     "ray": ["ray"],
     "torchserve": ["torchserve", "platforms/sagemaker.py", "platforms/sagemaker_handler.py"],
