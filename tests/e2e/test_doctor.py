@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.doctor import UNWELL, report
+from penstock.serving.observe.history import Second
 
 SOURCE = """
     def echo(items):
@@ -105,13 +107,58 @@ def test_it_asks_over_a_unix_socket(serve: Callable[..., Any], tmp_path: Path) -
 
 def test_names_cannot_command_the_terminal() -> None:
     now = dict.fromkeys(("requests", "p50_s", "p99_s", "queue", "oldest_s", "rows", "busy", "failed", "rejected"), 0.0)
-    model = {"name": "\x1b[31m\nx", "version": "1", "state": "READY", "up": 1, "instances": 1, "batch": 8}
+    hostile = "\x1b[31m\nx"
+    model = {"name": hostile, "version": "1", "state": "READY", "up": 1, "instances": 1, "batch": 8}
+    cause = {"cause": "batch limit", "model": hostile, "version": hostile, "evidence": hostile, "change": hostile}
     view = {
-        "verdict": {"word": "healthy", "text": "well"},
+        "verdict": {"word": "batch limit", "text": hostile, "causes": [cause | {"gain": 1.5, "metric": "m"}]},
         "models": [model | {"now": now, "slo_s": None, "memory_bytes": 0}],
         "model_count": 1,
-        "events": [{"model": "\x1b[31m", "version": "1", "kind": "died", "text": ""}],
+        "events": [{"model": hostile, "version": "1", "kind": "died", "text": ""}],
     }
     text = report(view, "http://x")
     assert "\x1b" not in text
-    assert len(text.splitlines()) == 5
+    assert len(text.splitlines()) == 10
+    assert text.endswith("gain      about 1.5 times the requests a second")
+
+
+class _OtherServer(http.server.BaseHTTPRequestHandler):
+    """A dashboard stream of another version: `view` is its event."""
+
+    view: Any = None
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        for _ in range(10):
+            self.wfile.write(b"data: %s\n\n" % json.dumps(self.view).encode())
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("view", "said"),
+    [
+        ([1], "sends what this version does not know"),
+        ({"verdict": {"level": "ok"}}, "sends what this version does not know"),
+        ({"verdict": {"level": "ok", "word": "x", "text": "y"}, "models": [{"seconds": [[1]]}]}, "does not know"),
+        (None, ""),
+    ],
+)
+def test_a_newer_version_is_shown_or_refused_in_one_line(view: Any, said: str) -> None:
+    model = {"name": "m", "version": "1", "state": "NEW", "up": 1, "instances": 1, "batch": 8, "slo_s": None}
+    fields = [*Second._fields, "new"]
+    model |= {"memory_bytes": 0, "seconds": [[1.0] * len(fields)], "new": 1}
+    verdict = {"level": "ok", "word": "new", "text": "all new", "more": 1}
+    newer = {"verdict": verdict, "models": [model], "model_count": 1, "events": [], "fields": fields}
+    _OtherServer.view = newer if view is None else view
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _OtherServer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        found = doctor(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+        thread.join()
+    assert said in found.stderr
+    assert "Traceback" not in found.stderr
+    assert found.returncode == (1 if said else 0)

@@ -4,7 +4,8 @@ import http.client
 import socket
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
+from itertools import islice
 from typing import Any, Final
 
 import click
@@ -16,6 +17,8 @@ from penstock.errors import ConfigError, PenstockError
 
 DEFAULT: Final = "http://127.0.0.1:8082"
 SILENT_S: Final = 10.0  # a server sends something each second
+LOOKS: Final = 6  # views, one a second: processes are read while somebody looks
+SHOWN_EVENTS: Final = 5
 UNWELL: Final = 3  # exit status; any command that fails has 1 or 2
 HEADS: Final = (
     "MODEL", "VERSION", "STATE", "UP", "REQ/S", "P50", "P99", "TARGET", "QUEUE", "OLDEST", "ROWS", "BUSY", "ERR/S",
@@ -31,22 +34,32 @@ CLEAR: Final = "\x1b[H\x1b[2J"
 @click.option("--token-file", type=click.Path(), help="File with the listener's token; or set PENSTOCK_TOKEN.")
 @click.option("--ca", type=click.Path(), help="PEM file of the authority that issued the server's certificate.")
 def doctor(url: str, watch: bool, as_json: bool, token_file: str | None, ca: str | None) -> None:
-    """Say how a server is, in one line, and show its models.
+    """Say how a server is, what limits it and what to change, and show its models.
 
     URL is the metrics listener, by default http://127.0.0.1:8082. The exit status is 0 if all is well, 3 if not, and 1
     if the server cannot be asked.
     """
     with errors_end_the_command():
-        status = 0
+        status, looks = 0, 1 if watch else LOOKS
         endpoint = parse_url(url, tls_context(ca) if ca else None)
-        with closing(views(endpoint, read_token(token_file))) as stream:
-            for view in stream:
+        with closing(views(endpoint, read_token(token_file))) as stream, _known(endpoint):
+            for view in islice(stream, looks - 1, None):
                 status = 0 if view["verdict"]["level"] == "ok" else UNWELL
                 shown = msgspec.json.encode(view).decode() if as_json else report(view, endpoint.url)
                 click.echo((CLEAR if watch and not as_json and sys.stdout.isatty() else "") + shown)
                 if not watch:
                     break
     sys.exit(status)
+
+
+@contextmanager
+def _known(endpoint: Endpoint) -> Iterator[None]:
+    """Raises PenstockError in place of what a view of another version raises."""
+    try:
+        yield
+    except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as e:
+        text = f"{endpoint.url} sends what this version does not know: {e!r}; use the penstock of the server"
+        raise PenstockError(text) from None
 
 
 def views(endpoint: Endpoint, token: str | None) -> Generator[dict[str, Any], None, None]:
@@ -79,19 +92,18 @@ def views(endpoint: Endpoint, token: str | None) -> Generator[dict[str, Any], No
 
 def _read(answer: http.client.HTTPResponse, endpoint: Endpoint) -> Iterator[dict[str, Any]]:
     fields: list[str] = []
+    events: list[Any] = []  # a view has those since the last one
     try:
         while line := answer.readline():
             if not line.startswith(b"data: "):
                 continue
             view = msgspec.json.decode(line.removeprefix(b"data: "))
             fields = view.get("fields", fields)
+            view["events"] = events = [*events, *view["events"]][-SHOWN_EVENTS:]
             for model in view["models"]:
                 second = (model["seconds"] or [[0.0] * len(fields)])[-1]
                 model["now"] = dict(zip(fields, second, strict=False))
             yield view
-    except (msgspec.DecodeError, KeyError, TypeError) as e:
-        text = f"{endpoint.url} sends what this version does not know: {e!r}; use the penstock of the server"
-        raise PenstockError(text) from None
     except (OSError, http.client.HTTPException) as e:
         raise Unreachable(f"{endpoint.url} was lost: {e}") from None
     raise Unreachable(f"{endpoint.url} has ended")
@@ -106,8 +118,13 @@ def report(view: dict[str, Any], url: str) -> str:
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if more := view["model_count"] - len(view["models"]):
         lines.append(f"... and {more} models with fewer requests")
-    lines += [f"{_printable(e['model'])} {e['version']}: {e['kind']} {e['text']}".rstrip() for e in view["events"][-5:]]
-    return "\n".join(lines)
+    lines += [f"{e['model']} {e['version']}: {e['kind']} {e['text']}".rstrip() for e in view["events"]]
+    for found in verdict.get("causes", ()):
+        gain = "unknown" if found["gain"] is None else f"about {found['gain']:.1f} times the requests a second"
+        lines += ["", f"{found['cause']}, model {found['model']} {found['version']}"]
+        lines += [f"  evidence  {found['evidence']} ({found['metric']})", f"  change    {found['change']}"]
+        lines += [f"  gain      {gain}"]
+    return "\n".join(map(_printable, lines))
 
 
 def _row(model: dict[str, Any]) -> tuple[str, ...]:

@@ -109,7 +109,8 @@ class Server:
         further = TritonMetrics(self._statistics) if config.server.triton_metrics else None
         self._metrics = PrometheusObserver(further=further)
         self._history = History()
-        self._dashboard = Dashboard(self._history, lambda: self._metrics.read(), self._totals, self._records.newest)
+        readings = (self._totals, self._records.newest, self._metrics.work)
+        self._dashboard = Dashboard(self._history, lambda: self._metrics.read(), *readings)
         self._management: Management | None = None  # once the configured models are loaded
         self._stop = StopSignal(self._report_draining, self._reload)
         self._flavors: dict[str, NativeFlavor] = {}

@@ -313,7 +313,8 @@ class ModelSnapshot(Struct):
     """The state of one model version. `scheduler` is what its scheduler explains, `pids` its processes by slot,
     `resident` its memory on devices with a budget. `oldest_s` is how long the oldest queued request has waited, `slo_s`
     the target latency. `helpers` counts the processes that preprocess for workers that are up. `busy_s` is the time in
-    which instances had a batch, summed over them since the load."""
+    which instances had a batch, summed over them since the load. `arrived_rows` and `arrived_bytes` count since then,
+    with refused requests."""
 
     status: ModelStatus
     helpers: int = 0
@@ -327,6 +328,8 @@ class ModelSnapshot(Struct):
     oldest_s: float = 0.0
     slo_s: float | None = None
     busy_s: float = 0.0
+    arrived_rows: int = 0
+    arrived_bytes: int = 0
 
     @property
     def key(self) -> tuple[str, str]:

@@ -5,6 +5,7 @@ because it loads psutil.
 """
 
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -51,6 +52,18 @@ def cpu_s(process: psutil.Process, children: bool = False) -> float:
         return 0.0
     own = times.user + times.system
     return float(own + times.children_user + times.children_system if children else own)
+
+
+def thread_times(pid: int) -> dict[int, tuple[float, float]]:
+    """(CPU time, time of waiting for a core) of each thread of a process; empty once it has ended, or where the system
+    does not count."""
+    found = {}
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError, ValueError), open(f"/proc/{pid}/task/{thread}/schedstat") as file:
+                ran_ns, waited_ns, _ = map(int, file.read().split())
+                found[int(thread)] = (ran_ns / 1e9, waited_ns / 1e9)
+    return found
 
 
 class Gpus:

@@ -85,7 +85,7 @@ class Scheduler:
         self._ceiling: int | None = None
         self._ceiling_end_s = INF
         self.running_rows = 0  # of the batches on slots
-        self.arrived_rows = 0  # since the start, with refused ones
+        self.arrived_rows = self.arrived_bytes = 0  # since the start, with refused ones
         self._sent_rows = self._padded_rows = 0  # with a ladder or lengths, since the start
         self._sent_tokens = self._padded_tokens = 0  # with lengths
         self.concurrent = False  # whether slots take batches concurrently
@@ -260,6 +260,7 @@ class Scheduler:
         rows, priority, budgets = entry.rows, entry.priority, self._budgets
         max_rows, max_bytes = self._max_queue, self._max_queue_bytes
         self.arrived_rows += rows
+        self.arrived_bytes += entry.nbytes
         if priority:
             max_rows, max_bytes = max_rows - max_rows // RESERVED_PART, max_bytes - max_bytes // RESERVED_PART
         if rows < 1 or queue.rows + rows > max_rows or queue.nbytes + entry.nbytes > max_bytes:

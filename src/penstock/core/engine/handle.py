@@ -369,6 +369,8 @@ class ModelHandle:
                 oldest_s=max(0.0, now - scheduler.oldest_arrival_s),
                 slo_s=self.batching.slo_s,
                 busy_s=scheduler.worked_s(now),
+                arrived_rows=scheduler.arrived_rows,
+                arrived_bytes=scheduler.arrived_bytes,
             )
 
     def statistics(self) -> dict[str, object]:

@@ -11,7 +11,7 @@ import asyncio
 import html
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -24,9 +24,12 @@ from penstock.core.readings import resident_bytes
 from penstock.errors import ModelNotFound, QueueFull
 from penstock.serving.http.responses import SSE, sse_event
 from penstock.serving.observe.batches import batches
+from penstock.serving.observe.causes import findings
 from penstock.serving.observe.history import EVENTS, KEPT, OVERVIEW, STEP, History, Key, Second, Totals
+from penstock.serving.observe.readings import Machine, Readings, Work
 from penstock.serving.observe.recorders import BatchReport
-from penstock.serving.observe.verdict import LOOKED_S, verdict
+from penstock.serving.observe.system import MachineReader
+from penstock.serving.observe.verdict import LOOKED_S, Verdict, verdict
 from penstock.serving.protocols.route import PAGE_HEADERS, Route, Template
 from penstock.types import ItemResult, Sink
 
@@ -48,8 +51,8 @@ _COST: Final = ("a_s", "b_s", "ready", "fitted", "upper_ratio", "points", "sizes
 
 
 class Dashboard:
-    """The views of one server. `read` returns its state, `totals` its counters by model, and `newest` the last batches
-    of a model version, the newest first.
+    """The views of one server. `read` returns its state, `totals` and `work` its counters by model, `newest` the last
+    batches of a model version, the newest first, and `broker` the seconds of the last write to a broker.
 
     `run` ticks once a second until it is cancelled; `close` ends the streams of all viewers.
     """
@@ -60,10 +63,14 @@ class Dashboard:
         read: Callable[[], ServerSnapshot],
         totals: Callable[[], dict[Key, Totals]],
         newest: Callable[[str, str], list[BatchReport]] = lambda model, version: [],
+        work: Callable[[], Mapping[Key, Work]] = dict,
         clock: Callable[[], float] = time.monotonic,
+        broker: Callable[[], float] = float,
     ) -> None:
         self._history, self._read, self._newest, self._clock = history, read, newest, clock
         self._read_totals, self._totals = totals, dict[Key, Totals]()
+        self._work, self._broker, self._readings = work, broker, Readings()
+        self._machine: Machine | None = None  # read while somebody looks
         self._began_s = time.time()
         self._viewers: dict[_Viewer, Sink] = {}
         self._ticked_s = clock()
@@ -76,12 +83,21 @@ class Dashboard:
 
     async def run(self) -> None:
         """Ticks once a second."""
+        machine = MachineReader()
         while True:
             await asyncio.sleep(1.0)
             try:
+                self._machine = await self._read_machine(machine) if self._viewers else None
                 self.tick()
             except Exception:
                 log.exception("event=bug where=dashboard consequence=second_not_shown")
+
+    async def _read_machine(self, reader: MachineReader) -> Machine:
+        models = self._snapshot.models
+        pids = {pid for m in models for pid in m.pids.values()}
+        gpus = any(d.startswith("cuda") for m in models for d in (*m.status.devices, *m.status.model_devices))
+        found = await asyncio.get_running_loop().run_in_executor(None, reader.read, pids, gpus)
+        return found._replace(broker_s=self._broker())
 
     def tick(self) -> None:
         """Adds the last second to the history, and sends it to the viewers."""
@@ -89,6 +105,7 @@ class Dashboard:
         self._snapshot = snapshot = self._read()
         self._totals = self._read_totals()
         self._history.tick(snapshot, self._totals, max(now - self._ticked_s, 1e-3))
+        self._readings.add(now, snapshot, self._work(), self._machine)
         self._ticked_s = now
         if self._viewers:
             if self._ticks % MEMORY_EVERY == 0:
@@ -112,8 +129,7 @@ class Dashboard:
     def _view(self, key: Key | None, seconds: int, events: int) -> dict[str, Any]:
         """What a page shows, of all models or of one, with the last `seconds` of each and the last `events`."""
         models = self._snapshot.models
-        last = {m.key: self._history.last(m.key, LOOKED_S) for m in models}
-        found = verdict(models, last)
+        found = self._verdict()
         detail: dict[str, Any] = {}
         if key is not None:
             models = [m for m in models if m.key == key]
@@ -131,6 +147,10 @@ class Dashboard:
             "connections": self._snapshot.http.connections if self._snapshot.http else 0,
             **detail,
         }
+
+    def _verdict(self) -> Verdict:
+        last = {m.key: self._history.last(m.key, LOOKED_S) for m in self._snapshot.models}
+        return verdict(self._snapshot.models, last, findings(self._readings.read()))
 
     def _now(self, key: Key) -> Second:
         return self._history.now.get(key, Second())
@@ -225,7 +245,6 @@ class Dashboard:
     def _table(self) -> str:
         """The models as a table in HTML, for browsers without scripts."""
         self._snapshot = self._read()
-        last = {m.key: self._history.last(m.key, LOOKED_S) for m in self._snapshot.models}
         heads = ("Model", "Version", "State", "Instances", "Requests/s", "p99 ms", "Queue")
         lines = ["".join(f"<th>{head}</th>" for head in heads)]
         for model in self._snapshot.models[:MODELS]:
@@ -234,7 +253,7 @@ class Dashboard:
             numbers = (f"{now.requests:.0f}", f"{now.p99_s * 1000:.1f}", str(status.queue))
             lines.append("".join(f"<td>{html.escape(cell)}</td>" for cell in (*cells, *numbers)))
         rows = "".join(f"<tr>{line}</tr>" for line in lines)
-        return f"<p>{html.escape(verdict(self._snapshot.models, last).text)}</p><table>{rows}</table>"
+        return f"<p>{html.escape(self._verdict().text)}</p><table>{rows}</table>"
 
 
 class _Viewer:

@@ -16,6 +16,7 @@ from penstock._version import __version__
 from penstock.core.contracts import BatchRecord, ModelSnapshot, Observer, ServerSnapshot
 from penstock.errors import PenstockError
 from penstock.serving.observe.history import Totals
+from penstock.serving.observe.readings import Work
 from penstock.serving.observe.series import SeriesTable
 from penstock.serving.observe.system import FurtherMetrics, SystemMetrics
 from penstock.serving.observe.text import Family, Histogram, Page
@@ -96,6 +97,10 @@ _GAUGES: tuple[tuple[Family, Callable[[ModelSnapshot], float]], ...] = (
     (_gauge("penstock_batch_limit_rows", "max_batch_size."), lambda m: m.status.max_batch_size),
     (_gauge("penstock_workers", "Desired number of workers."), lambda m: m.status.instances),
     (_gauge("penstock_workers_up", "Workers that are up."), lambda m: m.status.ready_instances),
+    (
+        _counter("penstock_request_bytes_total", "Bytes of the bodies of requests, with refused ones."),
+        lambda m: m.arrived_bytes,
+    ),
     (_gauge("penstock_preprocess_processes", "Helper processes of the workers that are up."), lambda m: m.helpers),
 )
 _STATE = _gauge("penstock_model_state", "1 for the current state of a model version, 0 for the others.", "state")
@@ -144,6 +149,7 @@ class _Model:
         self.failed: dict[str, int] = {}
         self.workers: dict[str, int] = dict.fromkeys(WORKER_STATES, 0)
         self.down: set[int] = set()  # slots whose worker died and has not restarted
+        self.preprocess_s = 0.0  # of the model's own function
         self.histograms = {name: Histogram(bounds) for name, _, bounds in _HISTOGRAMS}
         self.latencies_s: list[float] = []
         self.records: list[BatchRecord] = []
@@ -163,6 +169,7 @@ class _Model:
         }
         for name, values in new.items():
             self.histograms[name].extend(values)
+        self.preprocess_s += sum(r.hooks_s[0] for r in ran if r.hooks_s is not None)
         return self.histograms
 
 
@@ -280,6 +287,30 @@ class PrometheusObserver(Observer):
             answered, batches = m.answered["ok"] + failed, counts[-1][1]
             run_s = histograms["run"].read()[1]
             found[key] = Totals(m.arrived, answered, failed, rejected, batches, rows, run_s, m.restarts)
+        return found
+
+    def work(self) -> dict[tuple[str, str], Work]:
+        """The counters of each model version that readings are made of."""
+        found = {}
+        for key, m in self._models.items():
+            counts, sums = {}, {}
+            histograms = m.fold()
+            for name in ("rows", "run", "preprocess"):
+                buckets, sums[name] = histograms[name].read()
+                counts[name] = buckets[-1][1]
+            found[key] = Work(
+                requests=m.arrived,
+                answers=sum(m.answered.values()),
+                refused=m.rejected["queue_full"],
+                memory_failed=m.failed.get("out_of_memory", 0),
+                died=m.workers["died"],
+                leaking=max(0, m.workers["leaking"] - m.workers["replaced"] - m.workers["died"]),
+                batches=counts["rows"],
+                rows=sums["rows"],
+                run_s=sums["run"],
+                prepare_s=sums["preprocess"],
+                preprocess_s=m.preprocess_s,
+            )
         return found
 
     # ---- the page

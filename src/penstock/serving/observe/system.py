@@ -1,7 +1,9 @@
 """CPU, memory and GPU metrics of the machine and of each worker process, read on request in a thread."""
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
@@ -10,7 +12,9 @@ import psutil
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from penstock.core.contracts import ModelSnapshot
-from penstock.core.readings import GpuPower, GpuReading, Gpus, cpu_s, resident_bytes
+from penstock.core.os_threads import usable_cores
+from penstock.core.readings import GpuPower, GpuReading, Gpus, cpu_s, resident_bytes, thread_times
+from penstock.serving.observe.readings import Machine
 from penstock.serving.observe.text import Family, Page
 
 _WORKER = ("model", "version", "instance")
@@ -91,3 +95,23 @@ class SystemMetrics:
                     if memory := resident_bytes(process):
                         yield (*m.key, str(slot)), memory, cpu_s(process)
         self._processes = found
+
+
+class MachineReader:
+    """Reads what the machine does for the processes of a server. Made on the thread of the event loop."""
+
+    def __init__(self) -> None:
+        self._loop = threading.get_native_id()
+        self._gpus = Gpus()
+
+    def read(self, pids: Collection[int], gpus: bool = False) -> Machine:
+        """The machine now. Blocks: for milliseconds, with `gpus` as long as the driver."""
+        times = psutil.cpu_times()
+        own = thread_times(os.getpid())
+        return Machine(
+            cores=usable_cores(),
+            idle_s=times.idle + getattr(times, "iowait", 0.0),
+            threads={pid: own if pid == os.getpid() else thread_times(pid) for pid in pids},
+            loop=own.get(self._loop, (0.0, 0.0)),
+            gpus={index: busy for (index, _), busy, _, _ in self._gpus.read()} if gpus else {},
+        )

@@ -2,7 +2,8 @@
 
 # Questions are asked in the order of an operator at night: does something not answer, does it answer with errors, does
 # it refuse, is it late, and only then why. The first answer that is yes is the verdict; the most affected model is
-# named. A condition must hold for most of the last seconds, so that a single late request is no alarm.
+# named. A condition must hold for most of the last seconds, so that a single late request is no alarm. If all is well
+# so far, the first cause of `causes.py` is the verdict: the server answers in time, and could answer more.
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Final
 from msgspec import Struct
 
 from penstock.core.contracts import ModelSnapshot
+from penstock.serving.observe.causes import Finding
 from penstock.serving.observe.history import Key, Second, merged
 
 LOOKED_S: Final = 10  # seconds that a verdict looks back
@@ -21,17 +23,21 @@ BUSY: Final = 0.9  # share of the time in which all instances ran batches
 
 
 class Verdict(Struct, frozen=True):
-    """`level` is "ok", "warning" or "error", `word` the cause in one word, `text` a sentence for people."""
+    """`level` is "ok", "warning" or "error", `word` what is wrong in one or two words, `text` says it to people.
+    `causes` are the findings about this model first, and then about others."""
 
     level: str
     word: str
     text: str
     model: str = ""
     version: str = ""
+    causes: Sequence[Finding] = ()
 
 
-def verdict(models: Sequence[ModelSnapshot], last: Mapping[Key, Sequence[Second]]) -> Verdict:
-    """The verdict on these models and their last seconds, the newest last."""
+def verdict(
+    models: Sequence[ModelSnapshot], last: Mapping[Key, Sequence[Second]], causes: Sequence[Finding] = ()
+) -> Verdict:
+    """The verdict on these models and their last seconds, the newest last, with the causes that were found."""
     if not models:
         return Verdict("warning", "empty", "No model is loaded.")
     for judge in (_state, _failing, _refusing, _late):
@@ -39,11 +45,21 @@ def verdict(models: Sequence[ModelSnapshot], last: Mapping[Key, Sequence[Second]
         if found:
             _, model, (level, word, text) = max(found, key=lambda each: each[0])
             status = model.status
-            return Verdict(level, word, text, status.name, status.version)
+            about = sorted(causes, key=lambda c: (c.model, c.version) != model.key)
+            because = f" {_told(about[0])}" if about and (about[0].model, about[0].version) == model.key else ""
+            return Verdict(level, word, text + because, status.name, status.version, about)
+    if causes:
+        first = causes[0]
+        return Verdict("warning", first.cause, _told(first), first.model, first.version, causes)
     busy = sum(any(second.requests for second in last.get(m.key, ())) for m in models)
     doing = "no requests" if not busy else f"requests for {busy}" if busy < len(models) else "requests"
     text = f"All {len(models)} models answer within their limits; {doing} in the last seconds."
     return Verdict("ok", "healthy", text)
+
+
+def _told(found: Finding) -> str:
+    gain = "" if found.gain is None else f", for about {found.gain:.1f} times the requests"
+    return f"Model '{found.model}': {found.evidence}; {found.change}{gain}."
 
 
 _Judged = list[tuple[float, tuple[str, str, str]]]  # (seriousness, (level, word, text)), or nothing
