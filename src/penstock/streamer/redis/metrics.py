@@ -15,10 +15,12 @@ from penstock.core.engine.engine import Engine
 from penstock.errors import PenstockError
 from penstock.serving.http.admin import METRICS_TYPE
 from penstock.serving.http.auth import OriginPolicy
+from penstock.serving.http.dashboard import Dashboard
 from penstock.serving.http.server import HttpServer, NativeFlavor
+from penstock.serving.observe.history import History
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.text import Family, Page
-from penstock.serving.protocols.route import HttpRequest, methods_route
+from penstock.serving.protocols.route import HttpRequest, Template, methods_route
 from penstock.serving.protocols.routes import TEMPLATES
 from penstock.streamer.redis.connection import BrokerAddress, RedisConnection
 from penstock.streamer.redis.protocol import GROUP, RELEASED, QueueKeys, Script
@@ -113,6 +115,7 @@ QUEUE: tuple[tuple[str, Family], ...] = (
 WORKER_EVENTS = Family(
     "penstock_redis_requests_total", "counter", ("prefix", "event"), "Requests that this worker handled, by event."
 )
+ROUND_TRIP = _gauge("penstock_redis_round_trip_seconds", "Time of this worker's last write to the broker.")
 
 
 class MetricsOptions(Struct, frozen=True):
@@ -160,6 +163,7 @@ async def _read(reader: QueueReader) -> QueueState | None:
 def worker_page(prefix: str, counts: Mapping[str, object]) -> bytes:
     """The counters of a worker, from `BrokerWorker.statistics`."""
     page = Page()
+    page.write(ROUND_TRIP, [((prefix,), float(str(counts.get("round_trip_s", 0.0))))])
     page.write(WORKER_EVENTS, (((prefix, event), float(str(counts.get(event, 0)))) for event in EVENTS))
     return page.encode()
 
@@ -168,39 +172,52 @@ def worker_page(prefix: str, counts: Mapping[str, object]) -> bytes:
 async def worker_listening(
     engine: Engine,
     observer: PrometheusObserver,
+    history: History,
     worker: BrokerWorker,
     options: MetricsOptions,
     queue: tuple[BrokerAddress, str],
 ) -> AsyncIterator[None]:
     """Serves the metrics of a worker: its model's, its own counters, and the state of its `queue`, the address
-    and the prefix. Raises ConfigError if it cannot bind."""
+    and the prefix; and the dashboard of its model. Raises ConfigError if it cannot bind."""
     address, prefix = queue
     queues = QueueMetrics(address, [prefix])
     observer.read = engine.reading
+
+    def round_trip_s() -> float:
+        return float(str(worker.statistics()["round_trip_s"]))
+
+    dashboard = Dashboard(history, engine.reading, observer.totals, work=observer.work, broker=round_trip_s)
+    ticks = asyncio.get_running_loop().create_task(dashboard.run())
 
     async def scrape() -> bytes:
         model, state = await asyncio.gather(observer.scrape(), queues.scrape())
         return model + worker_page(prefix, worker.statistics()) + state
 
     try:
-        async with listening(engine, options, scrape):
+        async with listening(engine, options, scrape, also=dashboard.routes(lambda: bool(options.tokens))):
             yield
     finally:
+        ticks.cancel()
+        dashboard.close()
         await queues.close()
 
 
 @asynccontextmanager
 async def listening(
-    backend: Backend, options: MetricsOptions, scrape: Callable[[], Awaitable[bytes]], health: Sequence[str] = HEALTH
+    backend: Backend,
+    options: MetricsOptions,
+    scrape: Callable[[], Awaitable[bytes]],
+    health: Sequence[str] = HEALTH,
+    also: Sequence[Template] = (),
 ) -> AsyncIterator[None]:
-    """Serves GET /metrics, the result of `scrape`, and the paths of `health`, which report on `backend`. Raises
-    ConfigError if it cannot bind."""
+    """Serves GET /metrics, the result of `scrape`, the paths of `health`, which report on `backend`, and the routes of
+    `also`. Raises ConfigError if it cannot bind."""
 
     async def metrics(request: HttpRequest) -> ItemResult:
         return ItemResult(body=await scrape(), content_type=METRICS_TYPE)
 
     page = methods_route("/metrics", "Metrics in the Prometheus text format", GET=metrics)
-    routes = (page, *(template for template in TEMPLATES if template.path in health))
+    routes = (page, *(template for template in TEMPLATES if template.path in health), *also)
     closed = not options.tokens and is_loopback(options.host)
     policy = OriginPolicy((options.host,), closed=closed)
     flavor = NativeFlavor(options.tokens, routes, policy=policy, check_host=closed)

@@ -69,9 +69,10 @@ async def serve_queue(
     watcher = InstanceWatcher()
     observers: list[Observer] = [watcher]
     if metrics is not None:
+        from penstock.serving.observe.history import History
         from penstock.serving.observe.prometheus import PrometheusObserver
 
-        observers.append(observer := PrometheusObserver())
+        observers += [observer := PrometheusObserver(), history := History()]
     engine = Engine(None, observers)
     options: dict[str, Any] = {"lease_s": queue.lease_s, "allow_pickle": queue.allow_pickle}
     worker = BrokerWorker(engine, name, address, queue.prefix, watcher=watcher, **options)
@@ -84,7 +85,7 @@ async def serve_queue(
             from penstock.streamer.redis.metrics import worker_listening
 
             place = (address, queue.prefix)
-            await owned.enter_async_context(worker_listening(engine, observer, worker, metrics, place))
+            await owned.enter_async_context(worker_listening(engine, observer, history, worker, metrics, place))
         await asyncio.wait([stopped, ready, loading], return_when=asyncio.FIRST_COMPLETED)
         if watcher.ready.is_set() and not stop.is_set():
             log.info("worker_ready broker=%s prefix=%s instances=%s", address.name, queue.prefix, config.instances)

@@ -94,6 +94,7 @@ class ReplyWriter:
         self._connection, self._keys = connection, keys
         self._lease_s = lease_s
         self._on_progress = on_progress
+        self.round_trip_s = 0.0  # of the last write
         self._replies: deque[_QueuedReply] = deque()
         self._released: list[bytes] = []  # entries that did not run, for other workers
         self._work_due = asyncio.Event()
@@ -184,7 +185,10 @@ class ReplyWriter:
         self.counts["dead_letters"] += 1
 
     async def _run(self, script: Script, keys: Sequence[str], arguments: Sequence[object]) -> None:
-        if await self._connection.run(script, keys, arguments):
+        began_s = time.monotonic()
+        lost = await self._connection.run(script, keys, arguments)
+        self.round_trip_s = time.monotonic() - began_s
+        if lost:
             log.warning("keys_hold_other_data keys=%s: what belongs there is lost", ",".join(keys))
 
     async def hand_back(self, ids: list[bytes]) -> None:
@@ -308,8 +312,9 @@ class BrokerWorker:
         return int(max(60.0, 3 * self._lease_s) * 1000)
 
     def statistics(self) -> dict[str, object]:
-        """Counters of this worker."""
-        return {"leases": len(self._leases), "running": self._running, **self._counts, **self._writer.counts}
+        """Counters of this worker, and the seconds of its last write to the broker."""
+        counts = {"leases": len(self._leases), "running": self._running, **self._counts, **self._writer.counts}
+        return {**counts, "round_trip_s": self._writer.round_trip_s}
 
     # ---- requests
 

@@ -11,7 +11,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.errors import BrokerUnavailable
 from penstock.streamer.redis.connection import parse_address
-from penstock.streamer.redis.metrics import EVENTS, QUEUE, UP, WORKER_EVENTS, QueueMetrics, QueueState, worker_page
+from penstock.streamer.redis.metrics import (
+    EVENTS,
+    QUEUE,
+    ROUND_TRIP,
+    UP,
+    WORKER_EVENTS,
+    QueueMetrics,
+    QueueState,
+    worker_page,
+)
 from penstock.streamer.redis.protocol import GROUP, RELEASED
 
 METRICS_PAGE = Path(__file__).parents[4] / "docs" / "metrics.md"
@@ -104,7 +113,7 @@ def test_the_counters_of_a_worker_are_on_its_page():
 
 def test_the_document_has_all_metrics_of_queues():
     lines = METRICS_PAGE.read_text().splitlines()
-    for family in (UP, *(family for _, family in QUEUE), WORKER_EVENTS):
+    for family in (UP, *(family for _, family in QUEUE), WORKER_EVENTS, ROUND_TRIP):
         labels = ", ".join(f"`{label}`" for label in family.labels)
         assert f"| `{family.name}` | {family.kind} | {labels} | {family.help} |" in lines
     assert all(any(f"`{event}`" in line for line in lines) for event in EVENTS)
