@@ -48,6 +48,11 @@ BUILTIN: dict[str, dict[str, str]] = {
     "cluster": {
         "ray": "penstock.ray.captions:RayCaptions",
     },
+    # what servers of captioners take and return
+    "caption-backend": {
+        "openai": "penstock.bulk.chat:ChatBackend",
+        "penstock": "penstock.bulk.servers:PenstockBackend",
+    },
     # opens targets other than Python code: model files, pipeline files, torch.nn.Module; a `predict` of tensors; and
     # `preprocess` in processes of its own
     "runtime": {

@@ -17,6 +17,7 @@ import pytest
 
 from penstock.bulk.cli import caption
 from support.captioner import FakeCaptioner
+from support.chat import ChatServer
 from support.videos import make_clip
 
 SOURCE = """
@@ -246,12 +247,12 @@ def test_the_commands_of_the_page_run_and_every_flag_is_documented(tmp_path: Pat
     commands = [line for block in blocks for line in block.splitlines() if line.startswith("penstock caption ")]
     (tmp_path / "videos").mkdir()
     make_clip(tmp_path / "videos" / "a.mp4", 5)
-    with FakeCaptioner() as server:
+    with FakeCaptioner() as server, ChatServer() as chat:
         for command in commands:
-            words = shlex.split(command.replace("http://127.0.0.1:8080", server.url), comments=True)
-            done = penstock(tmp_path, *words[2:])
+            command = command.replace("http://127.0.0.1:8080", server.url).replace("http://127.0.0.1:8000", chat.url)
+            done = penstock(tmp_path, *shlex.split(command, comments=True)[2:])
             assert done.returncode == 0, (command, done.stderr)
-    assert len(commands) == 5
+    assert len(commands) == 6
     assert len(rows(tmp_path / "captions.jsonl")) == 5
     assert (tmp_path / "captions.parquet").exists()
     assert (tmp_path / "subtitles" / "a.vtt").exists()

@@ -157,7 +157,7 @@ class RecordingListener:
 
     def resumed(self, video: Video, rows: int) -> None: ...
 
-    def committed(self, video: Video, rows: int) -> None:
+    def committed(self, video: Video, rows: int, errors: list[str]) -> None:
         self.rows += rows
 
     def closed(self, video: Video, end: SpoolEnd) -> None:

@@ -1,6 +1,7 @@
 """`penstock caption`: parses flags, runs one bulk job, and exits with its status."""
 
 import logging
+import math
 import os
 import re
 import signal
@@ -8,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast, get_args
 
 import click
 import msgspec
@@ -17,9 +18,9 @@ from penstock.bulk.job import BulkJob, dry_run
 from penstock.bulk.options import JobOptions
 from penstock.bulk.outputs import OutputPaths, check_outputs
 from penstock.bulk.progress import INCOMPLETE, ProgressReporter, WarningHandler, make_reporter
-from penstock.bulk.servers import NOT_UP
+from penstock.bulk.servers import NOT_UP, Asked, Backend
 from penstock.bulk.shards import Shard, shard_of
-from penstock.bulk.types import Sampling
+from penstock.bulk.types import PixelMode, Sampling
 from penstock.client.endpoint import read_token
 from penstock.config.targets import number_or_auto
 from penstock.errors import INTERRUPTED, USAGE, ConfigError, PenstockError
@@ -80,6 +81,46 @@ def suffixes(_: click.Context, parameter: click.Parameter, values: tuple[str, ..
     return frozenset(f".{name}" for name in names)
 
 
+def text_or_file(_: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """The text of a flag, or of the file that it names after an @."""
+    if value is None or not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text()
+    except (OSError, ValueError) as e:
+        raise click.BadParameter(f"{value[1:]} cannot be read: {e}", param=parameter) from None
+
+
+def json_object(_: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, Any] | None:
+    """The object in a JSON file."""
+    if value is None:
+        return None
+    try:
+        return msgspec.json.decode(Path(value).read_bytes(), type=dict[str, Any])
+    except (OSError, ValueError) as e:
+        raise click.BadParameter(f"{value} is not a file with a JSON object: {e}", param=parameter) from None
+
+
+def prices(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, float] | None:
+    """The two numbers of a flag such as 0.25,1.5."""
+    if value is None:
+        return None
+    try:
+        found = [float(part) for part in value.split(",")]
+        if len(found) == 2 and all(0 <= price < math.inf for price in found):
+            return found[0], found[1]
+    except ValueError:
+        pass
+    raise click.BadParameter(f"expected two prices such as 0.25,1.5, found '{value}'", param=parameter)
+
+
+def make_backend(flags: dict[str, Any]) -> Backend:
+    """The backend with the flags that say what to ask. Raises ConfigError."""
+    asked = {name: flags[name] for name in ("prompt", "system", "max_tokens", "max_pixels", "schema", "request")}
+    given = {name: value for name, value in asked.items() if value is not None}
+    return cast(Backend, resolve("caption-backend", flags["backend"])(Asked(**given)))
+
+
 def make_options(flags: dict[str, Any]) -> JobOptions:
     """The job that the flags describe. Raises ConfigError."""
     chosen = [f"--{name}" for name in ("every", "fps", "keyframes", "scene", "clip") if flags[name]]
@@ -95,6 +136,7 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
         raise ConfigError("--carry-captions needs --dedupe, which finds the frames to carry captions to")
     if flags["end"] is not None and flags["end"] <= (flags["start"] or 0.0):
         raise ConfigError("--end must be later than --start")
+    backend = make_backend(flags)
     if not flags["servers"] and (flags["retry_failed"] or flags["restart"] or flags["dry_run"] or flags["inputs"]):
         raise ConfigError("name a server: --server http://HOST:PORT (only writing outputs again needs none, nor INPUT)")
     if flags["dry_run"] and not flags["inputs"]:
@@ -109,13 +151,15 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
         shard=shard,
         token=read_token(flags["token_file"]),
         sampling=make_sampling(flags),
+        backend=backend,
+        model=flags["model"] or backend.model,
+        pixels=flags["pixels"] or backend.pixels,
         prebatch_size=None if prebatch == "auto" else prebatch,
         **{
             name: flags[name]
             for name in (
-                "inputs", "servers", "model", "ca", "pixels", "kernel", "tone_map", "deinterlace", "mode", "decoders",
-                "memory_bytes", "give_up_s", "wait_s", "from0", "extensions", "on_damage", "ray", "restart",
-                "retry_failed",
+                "inputs", "servers", "ca", "kernel", "tone_map", "deinterlace", "mode", "decoders", "memory_bytes",
+                "give_up_s", "wait_s", "from0", "extensions", "on_damage", "ray", "restart", "retry_failed", "price",
             )
         },
     )  # fmt: skip
@@ -238,7 +282,20 @@ class _Caption(click.Command):
 @click.command(cls=_Caption)
 @click.argument("inputs", nargs=-1, metavar="[INPUT]...")
 @click.option("--server", "servers", multiple=True, metavar="URL", help="A server with the captioner; repeatable.")
-@click.option("--model", default="captioner", show_default=True, metavar="NAME", help="Model on the server.")
+@click.option("--model", metavar="NAME", help="Model on the server [captioner; of openai, the only one].")
+@click.option(
+    "--backend", default="penstock", show_default=True, metavar="NAME",
+    help="API of the servers: penstock; openai for vLLM, SGLang and others; or pkg.mod:Class.",
+)  # fmt: skip
+@click.option("--prompt", callback=text_or_file, metavar="TEXT|@FILE", help="Question about each image.")
+@click.option("--system", callback=text_or_file, metavar="TEXT|@FILE", help="System message.")
+@click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Limit of an answer [128].")
+@click.option(
+    "--max-pixels", type=click.IntRange(1), metavar="N", help="Scale images down to so many pixels [1003520]."
+)
+@click.option("--schema", callback=json_object, metavar="FILE", help="JSON schema that answers must fulfil.")
+@click.option("--request", callback=json_object, metavar="FILE", help="JSON with further fields of each request.")
+@click.option("--price", callback=prices, metavar="IN,OUT", help="Prices of a million tokens, for the summary.")
 @output_options
 @click.option(
     "--every",
@@ -272,8 +329,8 @@ class _Caption(click.Command):
     help="Read stream N of each file, as ffprobe counts [the best video].",
 )
 @click.option(
-    "--pixels", type=click.Choice(["server-size", "source", "jpeg"]), default="server-size", show_default=True,
-    help="How frames travel: scaled, unscaled, or scaled and compressed.",
+    "--pixels", type=click.Choice(get_args(PixelMode)),
+    help="How frames travel: scaled, unscaled, scaled and compressed, or images by their address [server-size; jpeg].",
 )  # fmt: skip
 @click.option(
     "--kernel", type=click.Choice(["fast", "exact"]), default="fast", show_default=True,

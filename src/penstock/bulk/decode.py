@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import binascii
 import logging
 import math
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from penstock.bulk.frames import DecodedFrame, FrameReader, GapList
-from penstock.bulk.pixels import Array, DifferenceHash, FrameConverter, SceneStarts, jpeg_encoder
-from penstock.bulk.types import Chunk, Position, ReadPlan, ReadResult, Sample, Sampling, Stopped, Video
-from penstock.bulk.video import VideoError, VideoProbe
+from penstock.bulk.pixels import (
+    JPEG_SHARE,
+    Array,
+    DifferenceHash,
+    FrameConverter,
+    SceneStarts,
+    jpeg_encoder,
+    within,
+)
+from penstock.bulk.types import Chunk, Pixels, Position, ReadPlan, ReadResult, Sample, Sampling, Stopped, Video
+from penstock.bulk.video import VideoError, VideoProbe, av_library, is_image, reason
+from penstock.errors import DecodeError
+from penstock.images import JPEG, decode_image, jpeg_header
 
 _logger = logging.getLogger("penstock.bulk")
 
@@ -36,7 +48,13 @@ def read_chunks(
     being filled returns to the pool when the generator is closed, or when Stopped interrupts its wait for memory.
     """
     sampling = plan.sampling
-    reader = FrameReader(video.path, plan.threads, resume, plan.on_damage, sampling.stream, sampling.keyframes)
+    if plan.pixels.mode == "file":
+        return (yield from _address(video, pool, resume))
+    reader: FrameReader | ImageReader
+    if is_image(video.path):
+        reader = ImageReader(video.path, plan.pixels)
+    else:
+        reader = FrameReader(video.path, plan.threads, resume, plan.on_damage, sampling.stream, sampling.keyframes)
     builder = _ChunkBuilder(video, plan, pool, reader.gaps)
     error: VideoError | None = None
     try:
@@ -67,8 +85,51 @@ def read_chunks(
 Clip = tuple[float, float] | None
 
 
+def _address(video: Video, pool: BlockPool, resume: Position | None) -> Generator[Chunk, None, ReadResult]:
+    """An image by its address, for a server that reads the same disk."""
+    if not is_image(video.path):
+        return ReadResult(0, 0, VideoError("is not an image; choose other --pixels", stage="open", detail=video.path))
+    if resume is None:
+        address = Path(video.path).absolute().as_uri().encode()
+        yield Chunk(video, 0, [address], [0], [0.0], [None], pool.take())
+    return ReadResult(int(resume is None), 1)
+
+
+class ImageReader:
+    """An image file as a video of one frame. A JPEG is decoded at a part of its size if `pixels` are fewer."""
+
+    tick_s = 0.0
+    seen = 1
+
+    def __init__(self, path: str, pixels: Pixels) -> None:
+        self._path, self._pixels = path, pixels
+        self.gaps = GapList()
+
+    def frames(self) -> Generator[DecodedFrame, None, None]:
+        """Raises VideoError."""
+        try:
+            data = Path(self._path).read_bytes()
+            rgb = decode_image(data, at_least=self._needed(data))
+        except (OSError, DecodeError, ValueError) as error:
+            why = error.message if isinstance(error, DecodeError) else reason(error)
+            raise VideoError(f"cannot be opened as an image: {why}", stage="open", detail=self._path) from error
+        yield DecodedFrame(0, 0.0, None, av_library().VideoFrame.from_ndarray(rgb, format="rgb24"))
+
+    def _needed(self, data: bytes) -> tuple[int, int] | None:
+        """The height and width that suffice, if fewer can be decoded. Raises ValueError for a broken header."""
+        pixels = self._pixels
+        if pixels.height is not None and pixels.width is not None:
+            return pixels.height, pixels.width
+        if pixels.max_pixels is None or not data.startswith(JPEG):
+            return None
+        header = jpeg_header(data)
+        turned = header.orientation > 4
+        sides = (header.width, header.height) if turned else (header.height, header.width)
+        return within(pixels.max_pixels, *sides)
+
+
 def _chosen(
-    reader: FrameReader, frames: Iterable[DecodedFrame], plan: ReadPlan, resume: Position | None
+    reader: FrameReader | ImageReader, frames: Iterable[DecodedFrame], plan: ReadPlan, resume: Position | None
 ) -> Iterator[tuple[DecodedFrame, Decision, Clip]]:
     """Each frame with the decision about it, and the clip that it is sent with, up to the last possible sample."""
     sampling = plan.sampling
@@ -130,7 +191,9 @@ class _ChunkBuilder:
         self._converter = FrameConverter(plan.pixels)
         self._encode = jpeg_encoder() if plan.pixels.mode == "jpeg" else None
         self._block: PoolBlock | None = None
-        self._rows: Array = np.empty((0, 0, 0, 3), np.uint8)
+        self._base64 = plan.pixels.base64
+        self._rows: Array = np.empty((0, 0, 0, 3), np.uint8)  # of JPEG files, one whose pixels are being compressed
+        self._room = 0
         self._files: list[bytes] = []
         self._samples: list[Sample] = []
         self._clip: Clip = None
@@ -143,7 +206,7 @@ class _ChunkBuilder:
 
     @property
     def full(self) -> bool:
-        return len(self._samples) == len(self._rows)
+        return len(self._samples) == self._room
 
     def differs(self, frame: DecodedFrame, clip: Clip) -> bool:
         """Whether a frame has another size than those in the chunk, or belongs to another clip."""
@@ -165,12 +228,15 @@ class _ChunkBuilder:
             error.frame = frame.number
             raise
         if self._encode is not None:
-            self._files.append(self._encode(row))
+            file = self._encode(row)
+            self._files.append(binascii.b2a_base64(file, newline=False) if self._base64 else file)
         self._samples.append(Sample(frame.number, frame.time_s, frame.pts))
 
     def _start(self, height: int, width: int, number: int) -> None:
         self.drop()
         frame_bytes = height * width * 3
+        if self._encode is not None:
+            frame_bytes = max(1, frame_bytes // JPEG_SHARE)
         whole_bytes = frame_bytes * (self._size if self._by_clip else 1)
         if whole_bytes > self._pool.total_bytes:
             frames = f"a clip of {self._size} frames" if self._by_clip else "a frame"
@@ -180,8 +246,12 @@ class _ChunkBuilder:
                 frame=number,
             )
         rows = self._size if self._by_clip else max(1, min(self._size, self._pool.block_bytes // frame_bytes))
+        self._room = rows
         self._block = self._pool.take(rows * frame_bytes)
-        self._rows = self._block.memory[: rows * frame_bytes].reshape(rows, height, width, 3)
+        if self._encode is None:
+            self._rows = self._block.memory[: rows * frame_bytes].reshape(rows, height, width, 3)
+        elif self._rows.shape[1:3] != (height, width):
+            self._rows = np.empty((1, height, width, 3), np.uint8)
 
     def chunk(self) -> Chunk:
         """The filled chunk; the next frame starts another."""

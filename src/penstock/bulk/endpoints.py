@@ -16,12 +16,9 @@ from penstock.bulk.servers import (
     ServerFault,
     ServerInfo,
     WrongAnswer,
-    fetch,
-    open_client,
     revision_changed,
 )
 from penstock.bulk.types import EndpointStats, SendMode, SendOptions
-from penstock.client.calls import APIS
 from penstock.client.endpoint import (
     ConnectionLost,
     MalformedResponse,
@@ -74,6 +71,8 @@ def window_for(mode: SendMode, info: ServerInfo, rows: int | None) -> Window:
 
     Two batches and one chunk for each instance keep it busy: one batch runs, one waits, one chunk is on its way.
     """
+    if info.concurrent:
+        return AimdWindow(info.concurrent, MAX_CONCURRENT, step=info.concurrent)
     if mode == "stream-single":
         return Window(STREAM_SINGLE)
     if mode == "single":
@@ -88,8 +87,8 @@ class ServerEndpoint:
     def __init__(self, info: ServerInfo, options: SendOptions) -> None:
         self.info = info
         self.window = window_for(options.mode, info, options.rows)
-        self.path = APIS["penstock"].infer(info.model, None)
-        self.headers = [("x-priority", "1"), *authorization(info.token)]
+        self.path = info.backend.path(info)
+        self.headers = [*info.backend.headers, *authorization(info.token)]
         self.away = False  # must answer a metadata request before it gets chunks
         self.resting_until_s = 0.0
         self.failures = 0  # since the last success
@@ -207,19 +206,18 @@ class EndpointHealth:
 
     async def _probe(self, endpoint: ServerEndpoint) -> None:
         """Asks an absent server for its metadata until it answers as before."""
-        info = endpoint.info
-        async with open_client(info.url, info.token, info.ca, self._options.connect_timeout_s) as client:
-            for failures in itertools.count():
-                if failures:
-                    await asyncio.sleep(self.backoff_s(failures))
-                try:
-                    found = await fetch(client, info.model, info.address)
-                    break
-                except ENDS_THE_JOB as exc:
-                    self._halt(exc)
-                    return
-                except PenstockError as exc:
-                    self._note_silence(exc)
+        info, timeout_s = endpoint.info, self._options.connect_timeout_s
+        for failures in itertools.count():
+            if failures:
+                await asyncio.sleep(self.backoff_s(failures))
+            try:
+                found = await info.backend.describe(info.url, info.model, info.token, info.ca, timeout_s)
+                break
+            except ENDS_THE_JOB as exc:
+                self._halt(exc)
+                return
+            except PenstockError as exc:
+                self._note_silence(exc)
         if found.revision != info.revision:
             self._halt(revision_changed(info.url, info.model, info.revision, found.revision))
             return
@@ -245,6 +243,7 @@ def loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
+MAX_CONCURRENT: Final = 512  # requests, each with one row, at a server that forms its batches while it runs
 MAX_WINDOW: Final = 64  # requests: 4 GPUs x 2 x 8 chunks, and no more than the blocks of memory that a job has
 # Below this multiple of the shortest round trip, a request waits for less than one other at the server.
 SHORT: Final = 2.0
@@ -305,10 +304,15 @@ class AimdWindow(Window):
     An epoch lasts as many responses as two windows, and counts only if the window was full in it: a window that the
     decoders cannot fill reveals nothing about the server. A step that gains nothing is undone, and a size that was
     refused is avoided; both are tried again some epochs later.
+
+    Steps of more than one double while they gain, and are of one request afterwards. A server that shows its queue
+    decides instead of the rates: the window grows while nothing waits there, and shrinks by what waits needlessly.
     """
 
-    def __init__(self, start: int) -> None:
-        super().__init__(max(1, min(start, MAX_WINDOW)))
+    def __init__(self, start: int, most: int = MAX_WINDOW, step: int = 1) -> None:
+        super().__init__(max(1, min(start, most)))
+        self._most, self._step = most, step
+        self._queued: int | None = None  # at the server, now
         self._best_s = math.inf  # the shortest round trip of a request with the most rows so far
         self._most_rows = 0
         self._halved_s = -math.inf
@@ -346,7 +350,7 @@ class AimdWindow(Window):
         self.in_flight -= 1
         if sent_s < self._halved_s:
             return
-        self._refused_size, self._hold = self.size, HOLD
+        self._refused_size, self._hold, self._step = self.size, HOLD, 1
         self.size = max(1, self.size // 2)
         self._halved_s = now
         self._previous_rate = None
@@ -360,17 +364,25 @@ class AimdWindow(Window):
         self._previous_rate = None
         if not full:
             return
+        if self._queued is not None:
+            spare = max(1, self.size // 8)  # what waits keeps the server busy until the next requests arrive
+            step = spare if self._queued == 0 else min(0, spare - self._queued)
+            self.size = min(self._most, max(1, self.size + step))
+            return
         short = round_trip_s < SHORT * self._best_s
         # a quarter of the gain from one more request where nothing limits the rate; a smaller gain is noise
-        if previous is not None and not short and rate < previous * (1 + 0.25 / self.size):
-            self.size = max(1, self.size - 1)
-            self._hold = HOLD
+        if previous is not None and not short and rate < previous * (1 + 0.25 * self._step / self.size):
+            self.size = max(1, self.size - self._step)
+            self._hold, self._step = HOLD, 1
             return
-        risky = self.size + 1 >= self._refused_size
+        if previous is not None and self._step > 1:
+            self._step = self.size
+        step = self._step = min(self._step, self._most - self.size)
+        risky = self.size + step >= self._refused_size
         if self._hold > 0 and (risky or not (short or previous is not None)):
             self._hold -= 1
-        elif self.size < MAX_WINDOW and round_trip_s < LONG * self._best_s:
-            self.size += 1
+        elif step and round_trip_s < LONG * self._best_s:
+            self.size += step
             self._previous_rate = rate
             if risky:
                 self._refused_size = math.inf

@@ -5,6 +5,7 @@ frames ahead, and the caller's thread waits for the end and reports progress.
 """
 
 import logging
+import math
 import queue
 import sys
 import threading
@@ -19,15 +20,15 @@ from msgspec import Struct
 from penstock.bulk import outputs, shards, spool
 from penstock.bulk.decode import estimate, read_chunks
 from penstock.bulk.endpoints import NotSent
-from penstock.bulk.options import JPEG_SHARE, JobOptions, JobPlan, make_plan
-from penstock.bulk.pixels import SceneStarts, exact_kernel, jpeg_encoder
+from penstock.bulk.options import JobOptions, JobPlan, make_plan
+from penstock.bulk.pixels import JPEG_SHARE, SceneStarts, exact_kernel, jpeg_encoder, within
 from penstock.bulk.progress import JobSummary, Progress, ProgressReporter, RateWindow, duration, make_reporter
 from penstock.bulk.sender import ChunkSender
 from penstock.bulk.servers import NOT_UP, ServerInfo, ask, require_same
 from penstock.bulk.spool import SpoolEnd, WorkFolder, fingerprint, fingerprint_digest
 from penstock.bulk.threads import CaptionWriter, DecoderThreads, ReadChunks
 from penstock.bulk.types import Chunk, ChunkResult, OnResult, SendOptions, Video
-from penstock.bulk.video import VideoError, VideoProbe, av_library, expand, probe, valid_text
+from penstock.bulk.video import VideoError, VideoProbe, av_library, expand, is_image, probe, valid_text
 from penstock.client.endpoint import parse_url, tls_context
 from penstock.errors import ConfigError, PenstockError
 
@@ -36,6 +37,7 @@ _logger = logging.getLogger("penstock.bulk")
 LINK_BYTES_PER_S = 118e6  # of payload on a link of 1 Gbit/s
 DRAIN_S = 60.0  # for requests in flight at an interrupt: longer than a batch of a slow model takes
 MAX_REFUSED = 10  # videos in a row that fail at the servers, without a caption between: the others would fail too
+MAX_ERRORS = 100  # rows in a row with an error: it is the request that is wrong, or the model that cannot answer it
 PROBE_S = 5.0  # for the header that is being probed at the end
 
 
@@ -121,13 +123,12 @@ class BulkJob:
             options.inputs, stdin=sys.stdin.buffer, from0=options.from0, extensions=options.extensions
         )
         if notes.skipped:
-            self.reporter.note(f"skipped {notes.skipped:,} files that are not videos")
+            kind = "images" if videos and all(is_image(video.path) for video in videos) else "videos"
+            self.reporter.note(f"skipped {notes.skipped:,} files that are not {kind}")
         for name in notes.duplicates[:5]:
             self.reporter.note(f"named twice, captioned once: {name}")
         if not videos:
-            hint = f"; images are captioned one by one: curl -T FILE http://HOST:PORT/predictions/{options.model}"
-            where = ", ".join(map(valid_text, options.inputs)) + hint * bool(notes.skipped)
-            raise ConfigError(f"there is no video in {where}")
+            raise ConfigError(f"there is no video and no image in {', '.join(map(valid_text, options.inputs))}")
         return videos
 
     def servers(self) -> list[ServerInfo]:
@@ -160,15 +161,23 @@ class BulkJob:
         """The description of one server. Waits for it if it is not up."""
         options, ask = self.options, self.parts.ask
         try:
-            return ask(url, options.model, token=options.token, ca=options.ca)
+            return ask(url, options.model, token=options.token, ca=options.ca, backend=options.backend)
         except NOT_UP as e:
             if not options.wait_s:
                 raise
             self.reporter.note(f"{e.message}; waiting for it, at most {options.wait_s:g} s")
-        return ask(url, options.model, token=options.token, ca=options.ca, patience_s=options.wait_s)
+        return ask(
+            url,
+            options.model,
+            token=options.token,
+            ca=options.ca,
+            patience_s=options.wait_s,
+            backend=options.backend,
+        )
 
     def _finish(self, spools: list[tuple[Video, Path]], summary: JobSummary) -> None:
         """Completes the summary, and writes outputs if every video has ended or nothing else was requested."""
+        summary.price = self.options.price
         try:
             for video, file in spools:
                 summary.videos += 1
@@ -182,10 +191,12 @@ class BulkJob:
                 summary.failed += state.failed
                 summary.partial += state.failed and state.rows > 0
                 summary.damaged += state.end is not None and not state.failed and bool(state.gaps)
+                summary.errors += state.tally.errors
+                summary.tokens = tuple(map(sum, zip(summary.tokens, state.tally.tokens, strict=True)))
             if outputs.write_failures(self.options.failures, spools):
                 summary.failures = str(self.options.failures)
             if summary.unfinished == 0 or not self.options.servers:
-                outputs.write_outputs(self.options.outputs, spools)
+                outputs.write_outputs(self.options.outputs, spools, spool.request_of(spools))
                 summary.outputs = tuple(str(path) for path in self.options.outputs.all())
         except PenstockError as e:
             summary.stopped = summary.stopped or e
@@ -200,6 +211,7 @@ class RunCounters:
         self.frames = self.new_frames = self.ended = self.failed = 0
         self.left = 0  # videos of this run that have not ended
         self.refused = 0  # videos in a row that failed at the servers
+        self.errors = 0  # rows in a row with an error
         self._expected: dict[str, int] = {}  # frames of each video whose header was read
         self._expected_sum = 0
 
@@ -235,7 +247,9 @@ class JobRun:
         self._videos = self._remaining(videos, folder)
         self._counters.left = len(self._videos)
         self._writer = CaptionWriter(self, carry=self._options.sampling.carry)
-        self._decoders = DecoderThreads(self._videos, folder.spool, plan, parts.read_chunks, self._writer, self)
+        self._decoders = DecoderThreads(
+            self._videos, folder.spool, plan, parts.read_chunks, self._writer, self, retry=job.options.retry_failed
+        )
         sending = SendOptions(
             mode=job.options.mode, fingerprint=digest, rows=plan.chunk_size, give_up_s=job.options.give_up_s
         )
@@ -249,7 +263,7 @@ class JobRun:
             if state is not None and not state.is_of(video):
                 self._reporter.note(f"changed since it was captioned, begins anew: {video.name}")
                 state = None
-            if state is None or (state.failed and self._options.retry_failed):
+            if state is None or ((state.failed or state.tally.errors) and self._options.retry_failed):
                 remaining.append(video)
                 continue
             counters.frames += state.rows
@@ -344,12 +358,16 @@ class JobRun:
         with self._counters.lock:
             self._counters.frames += rows
 
-    def committed(self, video: Video, rows: int) -> None:
+    def committed(self, video: Video, rows: int, errors: list[str]) -> None:
         counters = self._counters
         with counters.lock:
             counters.frames += rows
             counters.new_frames += rows
             counters.refused = 0 if rows else counters.refused
+            before = counters.errors
+            counters.errors = before + rows if rows == len(errors) else 0
+            if before < MAX_ERRORS <= counters.errors:
+                self.fatal(AllRefused(f"{counters.errors} rows in a row have an error, the last: {errors[-1]}"))
 
     def closed(self, video: Video, end: SpoolEnd) -> None:
         if end.end == "failed":
@@ -403,14 +421,16 @@ def dry_run(options: JobOptions, parts: JobParts | None = None) -> list[str]:
             continue
         count = estimate(options.sampling, found)
         frames += count
-        frame_bytes = plan.frame_bytes or found.width * found.height * 3
+        frame_bytes = plan.frame_bytes or math.prod(within(plan.pixels.max_pixels, found.height, found.width)) * 3
         wire_bytes += count * (frame_bytes // JPEG_SHARE if options.pixels == "jpeg" else frame_bytes)
         lines.append(
             f"{video.name}: about {count:,} of {found.frames:,} frames, {found.width}x{found.height} {found.codec}, "
             f"{duration(found.duration_s)}, {video.bytes:,} bytes"
         )
     first = servers[0]
-    size = "their own size" if plan.pixels.height is None else f"{plan.pixels.width}x{plan.pixels.height}"
+    pixels = plan.pixels
+    size = "their own size" if pixels.height is None else f"{pixels.width}x{pixels.height}"
+    size += "" if pixels.max_pixels is None else f", at most {pixels.max_pixels:,} pixels"
     return [
         *lines,
         f"{len(videos):,} videos, {broken:,} of them cannot be opened, {sum(v.bytes for v in videos):,} bytes on disk",

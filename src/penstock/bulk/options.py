@@ -5,8 +5,10 @@ from typing import Final
 
 from msgspec import Struct
 
+from penstock.bulk.endpoints import MAX_CONCURRENT
 from penstock.bulk.outputs import OutputPaths
-from penstock.bulk.servers import ServerInfo
+from penstock.bulk.pixels import JPEG_SHARE
+from penstock.bulk.servers import PENSTOCK, Backend, ServerInfo
 from penstock.bulk.shards import Shard
 from penstock.bulk.types import Kernel, OnDamage, PixelMode, Pixels, ReadPlan, Sampling, SendMode
 from penstock.core.os_threads import usable_cores
@@ -19,7 +21,6 @@ CHUNK_BYTES: Final = 10_000_000
 MIN_MEMORY: Final = 64 << 20  # of pixels, unless the user sets it
 MAX_MEMORY: Final = 512 << 20  # the default for many servers
 PIECE_BYTES: Final = 262_144  # size of a block when a single frame of its own size takes several
-JPEG_SHARE: Final = 8  # a JPEG of quality 90 takes far less than an eighth of its pixels
 HEADER_BYTES: Final = 65_536  # of a request, in addition to its pixels
 
 
@@ -35,6 +36,7 @@ class JobOptions(Struct, frozen=True, kw_only=True):
     token: str | None = None
     ca: str | None = None
     sampling: Sampling = Sampling()
+    backend: Backend = PENSTOCK
     pixels: PixelMode = "server-size"
     kernel: Kernel = "fast"
     tone_map: bool = False
@@ -52,6 +54,7 @@ class JobOptions(Struct, frozen=True, kw_only=True):
     ray: str | None = None  # the address of a cluster, or "auto"
     restart: bool = False
     retry_failed: bool = False
+    price: tuple[float, float] | None = None
 
 
 class JobPlan(ReadPlan, frozen=True, kw_only=True):
@@ -67,7 +70,7 @@ class JobPlan(ReadPlan, frozen=True, kw_only=True):
 def make_plan(options: JobOptions, servers: list[ServerInfo], videos: int, cores: int | None = None) -> JobPlan:
     """The plan for so many videos. Raises ConfigError for options that the servers do not support."""
     first = servers[0]
-    needed = "jpeg" if options.pixels == "jpeg" else "frames"
+    needed = options.pixels if options.pixels in ("jpeg", "file") else "frames"
     if needed not in first.inputs:
         raise ConfigError(f"{first.url}: model '{first.model}' takes no '{needed}'; choose other --pixels")
     source, rounds = options.pixels == "source", options.mode == "single"
@@ -77,19 +80,33 @@ def make_plan(options: JobOptions, servers: list[ServerInfo], videos: int, cores
     decoders = 1 if rounds else min(decoders, videos)
     frame_bytes = 0 if source else first.height * first.width * 3
     limit_bytes = _chunk_limit(options, servers, decoders)
-    rows = _chunk_rows(options, servers, frame_bytes, limit_bytes)
-    chunk_bytes = rows * frame_bytes or limit_bytes
+    if first.max_pixels is None:
+        rows = _chunk_rows(options, servers, frame_bytes, limit_bytes)
+        chunk_bytes = rows * frame_bytes or limit_bytes
+    else:  # a request is about one frame or one clip, as JPEG
+        rows = options.sampling.clip_frames or 1
+        chunk_bytes = rows * max(1, first.max_pixels * 3 // JPEG_SHARE)
     block_bytes = min(chunk_bytes, PIECE_BYTES) if source and rows == 1 else chunk_bytes
     memory_bytes = options.memory_bytes
     if memory_bytes is None:  # a chunk for each decoder, and two batches for each instance: one runs, one is on its way
-        batches = sum(2 * s.instances * (s.max_batch_size or rows) for s in servers)
+        batches = sum(MAX_CONCURRENT if s.concurrent else 2 * s.instances * (s.max_batch_size or rows) for s in servers)
         needed_bytes = decoders * chunk_bytes + batches * (frame_bytes or chunk_bytes // rows)
         memory_bytes = min(max(MIN_MEMORY, needed_bytes), MAX_MEMORY)
-    height, width = (None, None) if source else (first.height, first.width)
+    height, width = (first.height, first.width) if frame_bytes else (None, None)
     return JobPlan(
         sampling=options.sampling,
-        pixels=Pixels(options.pixels, options.kernel, height, width, options.tone_map, options.deinterlace),
+        pixels=Pixels(
+            options.pixels,
+            options.kernel,
+            height,
+            width,
+            options.tone_map,
+            options.deinterlace,
+            first.max_pixels,
+            options.backend.base64,
+        ),
         chunk_size=rows,
+        by_clip=options.sampling.clip_frames is not None and first.max_pixels is not None,
         frame_bytes=frame_bytes,
         pool_bytes=max(memory_bytes, chunk_bytes * (ROUND if rounds else 2)),
         block_bytes=block_bytes,

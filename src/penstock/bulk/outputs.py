@@ -27,6 +27,7 @@ from penstock.plugins import optional_module
 
 SUFFIXES = (".jsonl", ".csv", ".parquet")
 COLUMNS = ("video", "frame", "time", "caption")
+REQUEST_COLUMNS = (*COLUMNS, "error", "prompt_tokens", "completion_tokens")  # of answers to requests to OpenAI's API
 GROUP_ROWS = 16_384  # of a Parquet file: about a megabyte
 SINGLE_CUE_S = 2.0  # how long the caption of a video's only sample is shown
 NAME_BYTES = 200  # longer names are cut, so that the suffix fits into the usual limit of 255
@@ -88,11 +89,20 @@ def check_outputs(outputs: OutputPaths, failures: Path) -> None:
         _pyarrow()
 
 
-def write_outputs(outputs: OutputPaths, spools: Sequence[tuple[Video, Path]]) -> None:
-    """Writes all outputs from the spools of the videos that have ended. Raises OutputError, SpoolError."""
+def write_outputs(
+    outputs: OutputPaths, spools: Sequence[tuple[Video, Path]], request: dict[str, Any] | None = None
+) -> None:
+    """Writes all outputs from the spools of the videos that have ended. Raises OutputError, SpoolError.
+
+    Answers to a `request` have errors and tokens, and are JSON if it asked for a form.
+    """
+    columns = COLUMNS if request is None else REQUEST_COLUMNS
+    form = request is not None and "response_format" in request
     try:
         with ExitStack() as stack:
-            writers: list[OutputWriter] = [stack.enter_context(_open_file(path)) for path in outputs.files]
+            writers: list[OutputWriter] = [
+                stack.enter_context(_open_file(path, columns, form)) for path in outputs.files
+            ]
             names = subtitle_names([video for video, _ in spools])
             for folder, vtt in ((outputs.vtt, True), (outputs.srt, False)):
                 if folder is not None:
@@ -117,6 +127,11 @@ def write_failures(path: Path, spools: Iterable[tuple[Video, Path]]) -> bool:
             continue
         if state.failed:
             record = FailureRecord(video.name, end.stage, end.frame, end.error, end.attempts, end.rows, end.gaps)
+            failures.append(record)
+        elif end.tally.errors:
+            tally = end.tally
+            error = f"{tally.errors} of its rows have an error, the first at frame {tally.frame}: {tally.error}"
+            record = FailureRecord(video.name, "caption", tally.frame, error, end.attempts, end.rows, end.gaps)
             failures.append(record)
         elif end.gaps:
             first, lost = end.gaps[0], sum(gap.frames for gap in end.gaps)
@@ -159,31 +174,45 @@ class OutputWriter:
         """The video had `seen` frames."""
 
 
-class RowWriter(OutputWriter):
-    """Passes the cells of each row, in the order of `COLUMNS`, to `write`."""
+Cells = tuple[str | int | float | None, ...]
 
-    def __init__(self, write: Callable[[tuple[str, int, float, str]], object]) -> None:
-        self._write = write
+
+class RowWriter(OutputWriter):
+    """Passes the cells of each row, in the order of `columns`, to `write`."""
+
+    def __init__(self, columns: Sequence[str], write: Callable[[Cells], object]) -> None:
+        self._count, self._write = len(columns), write
 
     def row(self, row: CaptionRow) -> None:
-        self._write((self._video, row.frame, row.time_s, row.caption))
+        tokens = row.tokens or (None, None)
+        self._write((self._video, row.frame, row.time_s, row.caption, row.error, *tokens)[: self._count])
 
 
 @contextmanager
-def _open_file(path: Path) -> Iterator[OutputWriter]:
-    """The writer of one file in the format of its suffix: an object a line, a spreadsheet's dialect, or Parquet."""
+def _open_file(path: Path, columns: Sequence[str], form: bool) -> Iterator[OutputWriter]:
+    """The writer of one file in the format of its suffix: an object a line, a spreadsheet's dialect, or Parquet.
+
+    In objects, captions of a `form` are values instead of texts, and what is missing is left out.
+    """
     suffix = path.suffix.lower()
     with atomic_file(path) as file:
         if suffix == ".jsonl":
-            encode = msgspec.json.encode
-            yield RowWriter(lambda cells: file.write(encode(dict(zip(COLUMNS, cells, strict=True))) + b"\n"))
+
+            def write(cells: Cells) -> None:
+                cell = dict(zip(columns, cells, strict=True))
+                row: dict[str, object] = {n: v for n, v in cell.items() if n in COLUMNS or v not in ("", None)}
+                if form and not cell["error"]:
+                    row["caption"] = msgspec.Raw(str(cell["caption"]).encode())
+                file.write(msgspec.json.encode(row) + b"\n")
+
+            yield RowWriter(columns, write)
         elif suffix == ".csv":
             writer = csv.writer(SimpleNamespace(write=lambda line: file.write(line.encode())))
-            writer.writerow(COLUMNS)
-            yield RowWriter(writer.writerow)
+            writer.writerow(columns)
+            yield RowWriter(columns, writer.writerow)
         else:
-            groups = ParquetGroups(file)
-            yield RowWriter(groups.add)
+            groups = ParquetGroups(file, columns)
+            yield RowWriter(columns, groups.add)
             groups.close()
 
 
@@ -195,17 +224,18 @@ def _pyarrow() -> Any:
 
 
 class ParquetGroups:
-    """Columns video, frame, time, caption; one group of rows at a time."""
+    """Some of `REQUEST_COLUMNS`; one group of rows at a time."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], columns: Sequence[str]) -> None:
         arrow = _pyarrow()
-        types = (arrow.string(), arrow.int64(), arrow.float64(), arrow.string())
-        self._schema = arrow.schema(list(zip(COLUMNS, types, strict=True)))
+        text, number = arrow.string(), arrow.int64()
+        types = (text, number, arrow.float64(), text, text, number, number)
+        self._schema = arrow.schema(list(zip(columns, types, strict=False)))
         self._table = arrow.table
         self._writer = arrow.parquet.ParquetWriter(file, self._schema)
-        self._rows: list[tuple[str, int, float, str]] = []
+        self._rows: list[Cells] = []
 
-    def add(self, cells: tuple[str, int, float, str]) -> None:
+    def add(self, cells: Cells) -> None:
         self._rows.append(cells)
         if len(self._rows) == GROUP_ROWS:
             self._write_group()
@@ -217,7 +247,7 @@ class ParquetGroups:
 
     def _write_group(self) -> None:
         if self._rows:
-            columns = dict(zip(COLUMNS, zip(*self._rows, strict=True), strict=True))
+            columns = dict(zip(self._schema.names, zip(*self._rows, strict=True), strict=True))
             self._writer.write_table(self._table(columns, schema=self._schema))
             self._rows = []
 
@@ -240,7 +270,7 @@ class SubtitleWriter(OutputWriter):
         self._gap_s = SINGLE_CUE_S
 
     def row(self, row: CaptionRow) -> None:
-        caption = cue_text(row.caption, markup=self._vtt)
+        caption = "" if row.error else cue_text(row.caption, markup=self._vtt)
         if self._last is None:
             self._file = self.file.enter_context(atomic_file(self._path))
             self._file.write(b"WEBVTT\n\n" if self._vtt else b"")

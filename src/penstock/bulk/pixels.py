@@ -17,6 +17,7 @@ from penstock.bulk.video import VideoError, av_library
 from penstock.plugins import optional_module
 
 JPEG_QUALITY = 90
+JPEG_SHARE = 8  # a JPEG of this quality takes far less than an eighth of its pixels
 PQ, HLG = 16, 18  # transfer characteristics of HDR in ITU-T H.273
 WHITE_NITS = 203  # diffuse white of HDR in ITU-R BT.2408
 PEAK_NITS = 1000  # of HLG's nominal display, and of most PQ masters
@@ -40,7 +41,7 @@ class FrameConverter:
         self.pixels = pixels
         self._reformatter = av.video.reformatter.VideoReformatter()
         self._area = av.video.reformatter.Interpolation.AREA
-        self._exact = exact_kernel() if pixels.kernel == "exact" and pixels.height is not None else None
+        self._exact = exact_kernel() if pixels.kernel == "exact" and pixels.mode != "source" else None
         self._rotation: int | None = None  # of the last frame
         self._orientation = 0, False  # from its display matrix
 
@@ -49,7 +50,9 @@ class FrameConverter:
         if self.pixels.height is not None and self.pixels.width is not None:
             return self.pixels.height, self.pixels.width
         height, width = picture.height, picture.width
-        return (width, height) if self._oriented(picture)[0] % 2 else (height, width)
+        if self._oriented(picture)[0] % 2:
+            height, width = width, height
+        return within(self.pixels.max_pixels, height, width)
 
     def _oriented(self, picture: Any) -> tuple[int, bool]:
         """`_orientation_of` a frame, which reads the matrix only when the rotation changes.
@@ -95,6 +98,14 @@ class FrameConverter:
             rows: Array = rgb_view(deep, 6).reshape(-1).view("<u2").reshape(deep.height, deep.width, 3)
             return tone_mapped(rows, picture.color_trc)
         return rgb_view(_to_rgb(self._reformatter, picture, **how))
+
+
+def within(max_pixels: int | None, height: int, width: int) -> tuple[int, int]:
+    """The size in the same proportions that has at most so many pixels, and no more than before."""
+    if max_pixels is None or height * width <= max_pixels:
+        return height, width
+    scale = math.sqrt(max_pixels / (height * width))
+    return max(1, int(height * scale)), max(1, int(width * scale))
 
 
 class DifferenceHash:

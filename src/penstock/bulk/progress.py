@@ -67,6 +67,9 @@ class JobSummary(Struct):
     failed: int = 0
     partial: int = 0  # failed videos with captions before the damage
     damaged: int = 0  # complete videos with gaps
+    errors: int = 0  # rows with an error instead of a caption
+    tokens: tuple[int, ...] = (0, 0)  # of prompts and of completions
+    price: tuple[float, float] | None = None  # of a million of each
     frames: int = 0
     seen: int = 0  # frames of the videos that were read, captioned or not
     similar: int = 0  # near-duplicates that were not captioned, or got the caption of another frame
@@ -88,7 +91,8 @@ class JobSummary(Struct):
     def exit_code(self) -> int:
         if self.interrupted:
             return INTERRUPTED
-        return INCOMPLETE if self.stopped is not None or self.failed or self.damaged or self.unfinished else DONE
+        incomplete = self.stopped is not None or self.failed or self.damaged or self.errors or self.unfinished
+        return INCOMPLETE if incomplete else DONE
 
     def fields(self) -> dict[str, Any]:
         """For programs."""
@@ -106,8 +110,17 @@ class JobSummary(Struct):
             f"{self.new_frames:,} in {duration(self.seconds)}, {rate}{self.sent_bytes / 1e6:,.1f} MB sent, "
             f"{self.retries} retries"
         ]
+        if any(self.tokens):
+            prompts, completions = self.tokens
+            lines.append(f"tokens: {prompts:,} of prompts, {completions:,} of completions{self._cost()}")
         written = [f"written: {', '.join(self.outputs)}"] if self.outputs else []
         return lines + written + self.problems()
+
+    def _cost(self) -> str:
+        if self.price is None:
+            return ""
+        cost = sum(count * each for count, each in zip(self.tokens, self.price, strict=True)) / 1e6
+        return f", {cost:,.4f} at the given prices"
 
     def problems(self) -> list[str]:
         """The lines that are printed even if nothing else is."""
@@ -117,6 +130,8 @@ class JobSummary(Struct):
             lines.append(f"{self.failed:,} failed{partial}: see {self.failures}; --retry-failed tries them again")
         if self.damaged:
             lines.append(f"{self.damaged:,} damaged, captioned except for gaps: see {self.failures}")
+        if self.errors:
+            lines.append(f"{self.errors:,} rows have an error: see {self.failures}; --retry-failed tries them again")
         if self.stopped is not None:
             lines.append(f"stopped: {self.stopped.message}")
         if self.unfinished:

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from penstock.bulk.endpoints import AGAIN, ENDS_THE_JOB, LATER, EndpointHealth, NotSent, ServerEndpoint, loop_time
-from penstock.bulk.servers import ServerInfo, UploadChunk, read_captions
-from penstock.bulk.types import Chunk, ChunkResult, OnResult, SendOptions, SendStats
+from penstock.bulk.servers import ServerInfo, UploadChunk
+from penstock.bulk.types import Answers, Chunk, ChunkResult, OnResult, SendOptions, SendStats
+from penstock.client.response import HttpResponse
 from penstock.core.os_threads import new_event_loop
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
+from penstock.serving.protocols.oip_messages import Buffer
 
 _logger = logging.getLogger("penstock.bulk")
 
@@ -123,10 +125,11 @@ class _Delivery:
         self._options = options
         self._report = report
         self._endpoints = [ServerEndpoint(info, options) for info in servers]
+        self._info = servers[0]  # as the others
         self._health = EndpointHealth(options, random.Random(seed), pump=self._pump, halt=self._halt)
         self._waiting: list[UploadChunk] = []  # a heap, the oldest first
         self._delayed: dict[UploadChunk, asyncio.TimerHandle] = {}
-        self._in_flight: set[asyncio.Task[list[str]]] = set()
+        self._in_flight: set[asyncio.Task[Answers]] = set()
         self._abandon: asyncio.TimerHandle | None = None  # set while closing
         self._added = self._answered = self._retries = self._sent_bytes = 0
         # Servers remember answers for a while; a job that runs again must get new captions, not the remembered ones.
@@ -148,7 +151,8 @@ class _Delivery:
         for chunk in chunks:
             self._added += 1
             try:
-                heapq.heappush(self._waiting, UploadChunk(chunk, self._added, self._job))
+                headers, body = self._info.backend.encode(chunk, self._info, self._job)
+                heapq.heappush(self._waiting, UploadChunk(chunk, self._added, headers, body))
             except (ValueError, TypeError) as exc:
                 self._report(chunk, Undelivered(f"the chunk cannot be sent: {exc}"))
         self._pump()
@@ -178,25 +182,27 @@ class _Delivery:
             up = [endpoint for endpoint in up if endpoint is not upload.last_endpoint]
         return min((endpoint for endpoint in up if endpoint.window.room() > 0), key=lambda e: e.load, default=None)
 
-    async def _deliver(self, upload: UploadChunk, endpoint: ServerEndpoint) -> list[str]:
-        """The captions. Raises as a connection and `read_captions` do."""
-        info = endpoint.info
-        connection = endpoint.take_connection()
-        try:
-            response = await connection.request(
-                "POST",
-                endpoint.path,
-                [*upload.headers, *endpoint.headers],
-                upload.body,
-                timeout_s=self._options.request_timeout_s,
-                max_response_bytes=self._options.max_response_bytes,
-            )
-        finally:
-            endpoint.return_connection(connection)
-        return read_captions(response, info.model, info.revision, upload.chunk.frames, info.url)
+    async def _deliver(self, upload: UploadChunk, endpoint: ServerEndpoint) -> Answers:
+        """The captions. Raises as a connection and `Backend.answers` do."""
+
+        async def post(body: Sequence[Buffer]) -> HttpResponse:
+            connection = endpoint.take_connection()
+            try:
+                return await connection.request(
+                    "POST",
+                    endpoint.path,
+                    [*upload.headers, *endpoint.headers],
+                    body,
+                    timeout_s=self._options.request_timeout_s,
+                    max_response_bytes=self._options.max_response_bytes,
+                )
+            finally:
+                endpoint.return_connection(connection)
+
+        return await endpoint.info.backend.answers(upload.chunk, upload.body, endpoint.info, post)
 
     def _finish(
-        self, upload: UploadChunk, endpoint: ServerEndpoint, sent_s: float, task: asyncio.Task[list[str]]
+        self, upload: UploadChunk, endpoint: ServerEndpoint, sent_s: float, task: asyncio.Task[Answers]
     ) -> None:
         """The only exit of an attempt, however it ended."""
         self._in_flight.discard(task)

@@ -7,19 +7,21 @@ import logging
 import math
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 from msgspec import Raw, Struct
 
-from penstock.bulk.types import Chunk
+from penstock.bulk.types import Answers, Chunk, PixelMode
+from penstock.client.calls import APIS
 from penstock.client.client import AsyncClient
 from penstock.client.endpoint import ConnectionLost, Endpoint, Unreachable, parse_url, tls_context
 from penstock.client.response import HttpResponse, UnexpectedResponse, one_line, read_error, retry_after_s
 from penstock.errors import (
     BadRequest,
+    ConfigError,
     DeadlineExceeded,
     Forbidden,
     ItemFailed,
@@ -55,13 +57,19 @@ class ServersDiffer(PenstockError):
 
 
 class ServerInfo(Struct, frozen=True, kw_only=True):
-    """A server, its model, and the model's description; every request carries `token`. `ca`: see `tls_context`."""
+    """A server, its model, and the model's description; every request carries `token`. `ca`: see `tls_context`.
+
+    `height` and `width` are those of every frame; a model with `max_pixels` takes any size up to that instead.
+    `concurrent` is the number of requests to begin with at a server that forms its batches while it runs.
+    """
 
     address: Endpoint
     model: str
     revision: str
-    height: int
-    width: int
+    height: int = 0
+    width: int = 0
+    max_pixels: int | None = None
+    concurrent: int | None = None
     inputs: frozenset[str]  # "frames", "jpeg" or both
     instances: int = 1
     max_batch_size: int | None = None
@@ -69,6 +77,7 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     parameters: dict[str, Any] = {}
     token: str | None = None
     ca: str | None = None
+    backend: Backend = msgspec.field(default_factory=lambda: PENSTOCK)
 
     def __repr__(self) -> str:
         return f"ServerInfo({self.url!r}, {self.model!r}, revision={self.revision!r})"  # no token
@@ -76,6 +85,109 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     @property
     def url(self) -> str:
         return self.address.url
+
+
+Headers: TypeAlias = Sequence[tuple[str, str]]
+Post: TypeAlias = Callable[[Sequence[Buffer]], Awaitable[HttpResponse]]
+"""Posts another body to the same server, with the headers of the upload."""
+
+
+class Asked(Struct, frozen=True, kw_only=True):
+    """What the user asks of a model. `prompt` may name {video}, {frame}, {time} and {end}; None leaves it to the
+    backend.
+
+    `schema` is a JSON schema that answers must fulfil, and `request` further fields of each request.
+    """
+
+    prompt: str | None = None
+    system: str | None = None
+    max_tokens: int = 128
+    max_pixels: int = 1_003_520  # 1280 patches of 28 x 28: what Qwen's models see of an image by common settings
+    schema: dict[str, Any] | None = None
+    request: dict[str, Any] = {}
+
+
+class Backend:
+    """What one kind of server takes and returns: one object for all servers of a job.
+
+    `pixels` is how frames travel and `model` the name of the model unless the user chooses; `base64` makes JPEG files
+    base64 where they are encoded, and `headers` go with every request. docs/caption-backends.md is for authors.
+    Raises ConfigError for what it cannot ask.
+    """
+
+    pixels: PixelMode = "server-size"
+    model = ""
+    base64 = False
+    headers: Headers = ()
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+
+    def __reduce__(self) -> tuple[type[Backend], tuple[Asked]]:
+        return type(self), (self.asked,)
+
+    async def describe(self, url: str, model: str, token: str | None, ca: str | None, timeout_s: float) -> ServerInfo:
+        """The model at `url`, if it is ready. Raises one of `NOT_UP` if it may be ready later."""
+        raise NotImplementedError
+
+    def path(self, info: ServerInfo) -> str:
+        """The path of captioning requests."""
+        raise NotImplementedError
+
+    def encode(self, chunk: Chunk, info: ServerInfo, job: str) -> tuple[Headers, Sequence[Buffer]]:
+        """The headers and the body of a chunk's request, for every server of the job."""
+        raise NotImplementedError
+
+    async def answers(self, chunk: Chunk, body: Sequence[Buffer], info: ServerInfo, post: Post) -> Answers:
+        """Posts the body of a chunk, and what else it takes: one caption or answer for each frame.
+
+        Raises the error that decides what happens next: see `endpoints.LATER` and `endpoints.AGAIN`.
+        """
+        raise NotImplementedError
+
+    def gauge(self, metrics: str) -> int | None:
+        """The requests that wait at a server, from its /metrics page; None if the page does not say."""
+        return None
+
+
+class PenstockBackend(Backend):
+    """`penstock serve`, or another server of the Open Inference Protocol with a captioner."""
+
+    model = "captioner"
+    headers: Headers = (("x-priority", "1"),)
+
+    def __init__(self, asked: Asked) -> None:
+        super().__init__(asked)
+        if asked != Asked():
+            raise ConfigError(
+                "the captioner of `penstock serve` has its own prompt and limits, which its options set; "
+                "--prompt, --system, --max-tokens, --max-pixels, --schema and --request need --backend openai"
+            )
+
+    async def describe(self, url: str, model: str, token: str | None, ca: str | None, timeout_s: float) -> ServerInfo:
+        async with open_client(url, token, ca, timeout_s) as client:
+            return await fetch(client, model, parse_url(url, tls_context(ca) if ca else None))
+
+    def path(self, info: ServerInfo) -> str:
+        return APIS["penstock"].infer(info.model, None)
+
+    def encode(self, chunk: Chunk, info: ServerInfo, job: str) -> tuple[Headers, Sequence[Buffer]]:
+        head, buffers = encode_request(_inputs(chunk), outputs=OUTPUTS)
+        if isinstance(chunk.pixels, list):  # for many small files one write is cheaper than avoiding the copy
+            buffers = [b"".join(buffers)]
+        headers = [
+            ("Content-Type", "application/octet-stream"),
+            (HEADER_LENGTH, str(len(head))),
+            ("Idempotency-Key", idempotency_key(chunk, job)),
+        ]
+        return headers, (head, *buffers)
+
+    async def answers(self, chunk: Chunk, body: Sequence[Buffer], info: ServerInfo, post: Post) -> Answers:
+        response = await post(body)
+        return read_captions(response, info.model, info.revision, chunk.frames, info.url)
+
+
+PENSTOCK: Final[Backend] = PenstockBackend(Asked())
 
 
 class _Tensor(Struct):
@@ -107,24 +219,24 @@ def ask(
     ca: str | None = None,
     timeout_s: float = 10.0,
     patience_s: float = 0.0,
+    backend: Backend = PENSTOCK,
 ) -> ServerInfo:
     """The description of `model` at `url`. Waits up to `patience_s` for a server or model that is not up yet.
 
-    Must not be called in an event loop. Raises what `fetch` raises, and ConfigError for the address.
+    Must not be called in an event loop. Raises what `describe` raises, and ConfigError for the address.
     """
 
     async def described() -> ServerInfo:
         until_s = time.monotonic() + patience_s
-        async with open_client(url, token, ca, timeout_s) as client:
-            while True:
-                try:
-                    found = await fetch(client, model, parse_url(url, tls_context(ca) if ca else None))
-                    return msgspec.structs.replace(found, token=token, ca=ca)
-                except NOT_UP as exc:
-                    if time.monotonic() + RETRY_S > until_s:
-                        raise
-                    _logger.info("server=%s waited_for=%s", url, exc.code)
-                await asyncio.sleep(RETRY_S)
+        while True:
+            try:
+                found = await backend.describe(url, model, token, ca, timeout_s)
+                return msgspec.structs.replace(found, token=token, ca=ca, backend=backend)
+            except NOT_UP as exc:
+                if time.monotonic() + RETRY_S > until_s:
+                    raise
+                _logger.info("server=%s waited_for=%s", url, exc.code)
+            await asyncio.sleep(RETRY_S)
 
     return asyncio.run(described())
 
@@ -245,21 +357,13 @@ class UploadChunk:
 
     __slots__ = ("attempts", "body", "body_bytes", "chunk", "headers", "last_endpoint", "order")
 
-    def __init__(self, chunk: Chunk, order: int, job: str) -> None:
+    def __init__(self, chunk: Chunk, order: int, headers: Headers, body: Sequence[Buffer]) -> None:
         self.chunk = chunk
         self.order = order
         self.attempts = 0  # failed ones
         self.last_endpoint: object = None  # where the last attempt went
-        head, buffers = encode_request(_inputs(chunk), outputs=OUTPUTS)
-        if isinstance(chunk.pixels, list):  # for many small files one write is cheaper than avoiding the copy
-            buffers = [b"".join(buffers)]
-        self.body: Sequence[Buffer] = (head, *buffers)
+        self.headers, self.body = headers, body
         self.body_bytes = sum([len(part) for part in self.body])
-        self.headers = [
-            ("Content-Type", "application/octet-stream"),
-            (HEADER_LENGTH, str(len(head))),
-            ("Idempotency-Key", idempotency_key(chunk, job)),
-        ]
 
     def __lt__(self, other: UploadChunk) -> bool:
         return self.order < other.order
@@ -361,7 +465,7 @@ _ERRORS: Final[dict[int, type[PenstockError]]] = {
 
 
 def check_status(response: HttpResponse, url: str) -> None:
-    """Returns for 200. Otherwise raises the error for the status, with the server's text and its Retry-After.
+    """Returns for a 200. Otherwise raises the error for the status, with the server's text and its Retry-After.
 
     The status alone selects the class, unlike in `penstock.client`: whatever failed at the server, the chunk may be
     repeated.

@@ -4,11 +4,14 @@ A spool has one line each for the video, its rows in frame order, numbered witho
 only grows. An incomplete line and everything after it count as never written; those rows are captioned again.
 """
 
+from __future__ import annotations
+
+import copy
 import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +19,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from penstock.bulk.types import CaptionRow, Gap, Pixels, Position, Sampling, Video
+from penstock.bulk.types import Answer, CaptionRow, Gap, Pixels, Position, Sampling, Video
 from penstock.core.os_threads import atomic_file
 from penstock.errors import PenstockError
 
@@ -37,11 +40,29 @@ class SpoolHead(Struct, frozen=True, forbid_unknown_fields=True):
     mtime_ns: int
 
 
+class Tally(Struct, omit_defaults=True):
+    """Sums over the rows of a video: those with an error, the frame and the error of the first of them, and tokens."""
+
+    errors: int = 0
+    frame: int | None = None
+    error: str = ""
+    tokens: tuple[int, int] = (0, 0)
+
+    def add(self, row: CaptionRow | _Line) -> None:
+        if row.error:
+            self.errors += 1
+            if self.errors == 1:
+                self.frame, self.error = row.frame, row.error
+        if row.tokens is not None:
+            self.tokens = self.tokens[0] + row.tokens[0], self.tokens[1] + row.tokens[1]
+
+
 class SpoolEnd(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The last line of a video that was read to its end or failed; its `rows` are kept in both cases.
 
     `seen` counts decoded frames, and lost ones before the last of them. A later attempt may append more rows and
-    another end; `attempts` counts them. `gaps` are all gaps of the video, and `similar` counts all near-duplicates.
+    another end; `attempts` counts them. `gaps` are all gaps of the video, `similar` counts all near-duplicates, and
+    `tally` is of all rows.
     """
 
     end: Literal["complete", "failed"]
@@ -53,6 +74,7 @@ class SpoolEnd(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
     error: str = ""
     gaps: list[Gap] = []
     similar: int = 0
+    tally: Tally = msgspec.field(default_factory=Tally)
 
 
 class _Line(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -64,6 +86,8 @@ class _Line(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     gaps: list[Gap] = []  # that became known since the row before
     similar: int = 0  # near-duplicates without a row before it
     carried: bool = False  # the caption is the one of the row before
+    error: str = ""
+    tokens: tuple[int, int] | None = None
 
 
 class SpoolState(Struct, frozen=True):
@@ -80,7 +104,8 @@ class SpoolState(Struct, frozen=True):
     bytes: int = 0
     gaps: list[Gap] = []
     similar: int = 0
-    caption: str = ""
+    answer: Answer = Answer()  # of the last row
+    tally: Tally = msgspec.field(default_factory=Tally)
 
     def is_of(self, video: Video) -> bool:
         """Whether the video file is unchanged since its rows were made."""
@@ -114,7 +139,10 @@ def row_line(
     `gaps` became known since the row before, and so many `similar` frames were dropped; a `carried` row is of such a
     frame, with the caption of the row before.
     """
-    return _encode(_Line(number, row.frame, row.time_s, row.pts, row.caption, gaps or [], similar, carried)) + b"\n"
+    line = _Line(
+        number, row.frame, row.time_s, row.pts, row.caption, gaps or [], similar, carried, row.error, row.tokens
+    )
+    return _encode(line) + b"\n"
 
 
 def end_line(end: SpoolEnd) -> bytes:
@@ -164,13 +192,13 @@ def read_end(path: Path) -> SpoolState | None:
         return None
     except OSError as e:
         raise SpoolError(f"cannot read {path}: {e.strerror}") from e
-    return SpoolState(
-        head, end.rows, None, end, end.attempts if end.end == "failed" else 0, size, end.gaps, end.similar
-    )
+    attempts = end.attempts if end.end == "failed" else 0
+    return SpoolState(head, end.rows, None, end, attempts, size, end.gaps, end.similar, tally=end.tally)
 
 
-def scan(path: Path) -> SpoolState | None:
-    """The valid content, read from the beginning; None if there is none. Raises SpoolError."""
+def scan(path: Path, *, until_error: bool = False) -> SpoolState | None:
+    """The valid content, read from the beginning; None if there is none. `until_error` ends it before the first row
+    with an error. Raises SpoolError."""
     try:
         with path.open("rb") as file:
             first = file.readline(TAIL_BYTES)
@@ -179,6 +207,8 @@ def scan(path: Path) -> SpoolState | None:
             state = SpoolState(_decode_head(first), bytes=len(first))
             for line in file:
                 if (extended := _with_line(state, line)) is None:
+                    break
+                if until_error and extended.tally.errors:
                     break
                 state = extended
             return state
@@ -207,7 +237,12 @@ def _with_line(state: SpoolState, line: bytes) -> SpoolState | None:
             last = replace(last, carried_to=row.frame)
         gaps = state.gaps + row.gaps if row.gaps else state.gaps
         similar = state.similar + row.similar + row.carried
-        return SpoolState(state.head, row.row + 1, last, None, state.attempts, size, gaps, similar, row.caption)
+        tally = state.tally
+        if row.error or row.tokens:
+            tally = copy.copy(tally)
+            tally.add(row)
+        answer = Answer(row.caption, row.error)
+        return SpoolState(state.head, row.row + 1, last, None, state.attempts, size, gaps, similar, answer, tally)
     try:
         end = _decode_end(line)
     except _INVALID:
@@ -215,7 +250,9 @@ def _with_line(state: SpoolState, line: bytes) -> SpoolState | None:
     if end.rows != state.rows:
         return None
     attempts = end.attempts if end.end == "failed" else state.attempts
-    return SpoolState(state.head, state.rows, state.last, end, attempts, size, end.gaps, end.similar, state.caption)
+    return SpoolState(
+        state.head, state.rows, state.last, end, attempts, size, end.gaps, end.similar, state.answer, state.tally
+    )
 
 
 def rows(path: Path) -> Iterator[CaptionRow]:
@@ -226,7 +263,7 @@ def rows(path: Path) -> Iterator[CaptionRow]:
             for line in file:
                 if line.startswith(b'{"row":'):
                     found = _decode_line(line)
-                    yield CaptionRow(found.frame, found.time, found.pts, found.caption)
+                    yield CaptionRow(found.frame, found.time, found.pts, found.caption, found.error, found.tokens)
     except (OSError, *_INVALID) as e:
         raise SpoolError(f"cannot read {path}: {e}; start again with --restart") from e
 
@@ -235,6 +272,7 @@ def rows(path: Path) -> Iterator[CaptionRow]:
 
 FORMAT = 1  # of the spools, and of how frames are sampled and scaled
 MODEL_KEYS = ("model", "revision", "prompt", "max_new_tokens", "precision")  # of the server's parameters
+REQUEST = "request"  # the key of what a request to OpenAI's API says besides
 
 Fingerprint = dict[str, Any]
 
@@ -257,6 +295,8 @@ def fingerprint(parameters: dict[str, Any], sampling: Sampling, pixels: Pixels) 
     Two jobs may share rows only if their fingerprints are equal. Servers and chunk sizes are not part of it.
     """
     model = {key: parameters.get(key) for key in MODEL_KEYS}
+    if REQUEST in parameters:
+        model[REQUEST] = parameters[REQUEST]
     form = {"pixels": pixels.mode, "kernel": pixels.kernel, "height": pixels.height, "width": pixels.width}
     form |= {"tone_map": pixels.tone_map or None, "deinterlace": pixels.deinterlace or None}
     if pixels.mode == "source":
@@ -346,13 +386,7 @@ class WorkFolder:
 
     def fingerprint(self) -> Fingerprint | None:
         """The fingerprint of the folder's captions, or None if it has none yet. Raises FolderError."""
-        file = self.path / "job.json"
-        try:
-            return msgspec.json.decode(file.read_bytes(), type=dict[str, Fingerprint])["fingerprint"]
-        except FileNotFoundError:
-            return None
-        except (OSError, msgspec.DecodeError, KeyError) as e:
-            raise FolderError(f"cannot read {file}: {e}; --restart begins anew") from e
+        return _fingerprint_in(self.path)
 
     def own(self, files: Iterable[Path]) -> None:
         """Records the outputs of the job. Raises FolderError if one exists that no run of this job wrote."""
@@ -385,6 +419,25 @@ class WorkFolder:
             raise FolderError(f"no videos are named, and there was no run before with {self.path}; name some") from None
         except (OSError, msgspec.DecodeError) as e:
             raise FolderError(f"no videos are named, and {file} cannot be read: {e}; name them again") from e
+
+
+def _fingerprint_in(folder: Path) -> Fingerprint | None:
+    file = folder / "job.json"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Fingerprint])["fingerprint"]
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, KeyError) as e:
+        raise FolderError(f"cannot read {file}: {e}; --restart begins anew") from e
+
+
+def request_of(spools: Sequence[tuple[Video, Path]]) -> dict[str, Any] | None:
+    """What requests to OpenAI's API said besides the images of these videos; None if they went to another API.
+
+    Raises FolderError.
+    """
+    found = _fingerprint_in(spools[0][1].parents[1]) if spools else None
+    return None if found is None else found.get(REQUEST)
 
 
 def spool_key(video: Video) -> str:

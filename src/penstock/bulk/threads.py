@@ -4,6 +4,7 @@ Results arrive in any order and reach the disk in frame order. Everything that a
 each spool with new rows is written and synced once.
 """
 
+import copy
 import logging
 import queue
 import threading
@@ -18,8 +19,19 @@ from penstock.bulk.decode import BlockPool
 from penstock.bulk.endpoints import NOT_THE_VIDEOS_FAULT
 from penstock.bulk.options import ROUND, JobPlan
 from penstock.bulk.sender import ChunkSender
-from penstock.bulk.spool import SpoolEnd, SpoolState
-from penstock.bulk.types import CaptionRow, Chunk, ChunkResult, Gap, Position, ReadResult, Sample, Stopped, Video
+from penstock.bulk.spool import SpoolEnd, SpoolState, Tally
+from penstock.bulk.types import (
+    Answer,
+    CaptionRow,
+    Chunk,
+    ChunkResult,
+    Gap,
+    Position,
+    ReadResult,
+    Sample,
+    Stopped,
+    Video,
+)
 from penstock.errors import PenstockError, describe
 
 _logger = logging.getLogger("penstock.bulk")
@@ -33,8 +45,8 @@ class JobListener(Protocol):
     def resumed(self, video: Video, rows: int) -> None:
         """A video is being read; `rows` of it are on disk from earlier runs."""
 
-    def committed(self, video: Video, rows: int) -> None:
-        """New rows are on disk."""
+    def committed(self, video: Video, rows: int, errors: list[str]) -> None:
+        """New rows are on disk, among them those with these errors."""
 
     def closed(self, video: Video, end: SpoolEnd) -> None:
         """A video has ended."""
@@ -56,11 +68,13 @@ class VideoTask:
         self.waiting: dict[int, tuple[Chunk, ChunkResult]] = {}
         self.gaps = list(state.gaps) if state else []
         self.similar = state.similar if state else 0
-        self.caption = state.caption if state else ""  # the last one
+        self.answer = state.answer if state else Answer()  # of the last row
+        self.tally = copy.copy(state.tally) if state else Tally()
         self.read: ReadResult | None = None
         self.end: SpoolEnd | None = None
         self.lines: list[bytes] = []  # to be committed with the current group
         self.new_rows = 0  # among them
+        self.new_errors: list[str] = []  # of these rows
 
     @property
     def ended(self) -> bool:
@@ -76,7 +90,12 @@ class VideoTask:
 
     def add_row(self, sample: Sample, gaps: Sequence[Gap] = (), similar: int = 0, *, carried: bool = False) -> None:
         """Adds a row with the last caption."""
-        row = CaptionRow(sample.frame, round(sample.time_s, 6), sample.pts, self.caption)
+        answer = self.answer
+        tokens = None if carried else answer.tokens
+        row = CaptionRow(sample.frame, round(sample.time_s, 6), sample.pts, answer.caption, answer.error, tokens)
+        if row.error or tokens is not None:
+            self.tally.add(row)
+            self.new_errors += [row.error] if row.error else []
         self.lines.append(spool.row_line(self.rows, row, list(gaps), similar, carried=carried))
         self.rows += 1
         self.new_rows += 1
@@ -183,10 +202,10 @@ class CaptionWriter:
             return
         gaps = task.add_gaps(chunk.gaps)
         last = -1
-        for sample, caption in zip(chunk.captioned, result, strict=True):
+        for sample, answer in zip(chunk.captioned, result, strict=True):
             before = [found for found in chunk.similar if last < found.frame < sample.frame]
             dropped, last = task.add_similar(before, carry=self._carry), sample.frame
-            task.caption = caption
+            task.answer = answer if isinstance(answer, Answer) else Answer(answer)
             task.add_row(sample, gaps, dropped)
             gaps = []
 
@@ -209,7 +228,8 @@ class CaptionWriter:
         if self._carry or read.error is None:  # otherwise the next attempt finds them again
             task.add_similar(read.similar, carry=self._carry)
         if read.error is None:
-            self._end(task, SpoolEnd("complete", task.rows, read.seen, gaps=task.gaps, similar=task.similar))
+            end = SpoolEnd("complete", task.rows, read.seen, gaps=task.gaps, similar=task.similar, tally=task.tally)
+            self._end(task, end)
         else:
             stage = getattr(read.error, "stage", "decode")
             self._fail(task, stage, getattr(read.error, "frame", None), read.error)
@@ -218,7 +238,9 @@ class CaptionWriter:
     def _fail(self, task: VideoTask, stage: str, frame: int | None, error: PenstockError) -> None:
         seen = task.read.seen if task.read else 0
         attempts = task.attempts + 1
-        end = SpoolEnd("failed", task.rows, seen, attempts, stage, frame, error.message, task.gaps, task.similar)
+        end = SpoolEnd(
+            "failed", task.rows, seen, attempts, stage, frame, error.message, task.gaps, task.similar, task.tally
+        )
         self._end(task, end)
 
     def _end(self, task: VideoTask, end: SpoolEnd) -> None:
@@ -229,7 +251,8 @@ class CaptionWriter:
         task.end = end
 
     def _commit(self, task: VideoTask) -> None:
-        lines, rows, task.lines, task.new_rows = task.lines, task.new_rows, [], 0
+        lines, rows, errors = task.lines, task.new_rows, task.new_errors
+        task.lines, task.new_rows, task.new_errors = [], 0, []
         if not lines or self._broken:
             return
         try:
@@ -238,7 +261,7 @@ class CaptionWriter:
             self._break(e)
             return
         task.valid_bytes = 1
-        self._listener.committed(task.video, rows)
+        self._listener.committed(task.video, rows, errors)
         if task.end is not None:
             del self._tasks[task.video.name]
             self._listener.closed(task.video, task.end)
@@ -274,8 +297,11 @@ class DecoderThreads:
         read_chunks: ReadChunks,
         writer: CaptionWriter,
         listener: JobListener,
+        *,
+        retry: bool = False,
     ) -> None:
-        self._videos = deque(videos)
+        """`retry` begins each video again at its first row with an error."""
+        self._videos, self._retry = deque(videos), retry
         self._spool_path, self._plan, self._read_chunks = spool_path, plan, read_chunks
         self._writer, self._listener = writer, listener
         self._results = threading.Semaphore(0)  # of the current round
@@ -322,7 +348,7 @@ class DecoderThreads:
 
     def _read_video(self, video: Video) -> None:
         path = self._spool_path(video)
-        state = spool.scan(path)
+        state = spool.scan(path, until_error=self._retry)
         if state is not None and not state.is_of(video):
             _logger.warning("video=%s changed since a part of it was captioned: it begins anew", video.name)
             state = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from msgspec import Struct
@@ -12,7 +12,7 @@ from penstock.errors import PenstockError
 if TYPE_CHECKING:
     import numpy as np
 
-PixelMode = Literal["server-size", "source", "jpeg"]
+PixelMode = Literal["server-size", "source", "jpeg", "file"]
 Kernel = Literal["fast", "exact"]
 OnDamage = Literal["skip", "stop"]
 SendMode = Literal["stream-prebatch", "stream-single", "single"]
@@ -44,10 +44,12 @@ class Sampling(Struct, frozen=True):
 class Pixels(Struct, frozen=True):
     """How frames travel: `height` x `width` RGB as the server asks, or at their own size if both are None.
 
-    "server-size" sends raw pixels at that size, "jpeg" compresses them, "source" sends raw pixels unscaled. Kernel
-    "fast" is swscale's area average directly from YUV; "exact" is antialiased bicubic on RGB and matches the Hugging
-    Face processor within one level. `tone_map` converts HDR to the colours of ordinary video; `deinterlace` keeps one
-    field of interlaced frames.
+    "server-size" sends raw pixels at that size, "jpeg" compresses them, "source" sends raw pixels unscaled, "file"
+    sends the address of an image on a disk that the server reads. Kernel "fast" is swscale's area average directly
+    from YUV; "exact" is antialiased bicubic on RGB and matches the Hugging Face processor within one level.
+    `tone_map` converts HDR to the colours of ordinary video; `deinterlace` keeps one field of interlaced frames.
+    `max_pixels` scales frames of their own size down to that many pixels, in their own proportions. `base64`: JPEG
+    files travel as base64, the form of data URLs.
     """
 
     mode: PixelMode = "server-size"
@@ -56,6 +58,8 @@ class Pixels(Struct, frozen=True):
     width: int | None = None
     tone_map: bool = False
     deinterlace: bool = False
+    max_pixels: int | None = None
+    base64: bool = False
 
 
 class ReadPlan(Struct, frozen=True, kw_only=True):
@@ -119,12 +123,23 @@ class Gap(Struct, frozen=True, omit_defaults=True):
 
 
 class CaptionRow(Struct, frozen=True):
-    """One caption. `time_s` counts from the video's first frame; `pts` is in units of its stream."""
+    """One caption, or the `error` in its place. `time_s` counts from the video's first frame; `pts` is in units of its
+    stream; `tokens` are those of the prompt and of the completion, if the server counts them."""
 
     frame: int
     time_s: float
     pts: int | None
     caption: str
+    error: str = ""
+    tokens: tuple[int, int] | None = None
+
+
+class Answer(Struct, frozen=True):
+    """What a model answered for one row: its caption, or the `error` that no further attempt would change."""
+
+    caption: str = ""
+    error: str = ""
+    tokens: tuple[int, int] | None = None
 
 
 class Block(Protocol):
@@ -137,10 +152,10 @@ class Block(Protocol):
 class Chunk(Struct, eq=False):
     """Consecutive samples of one video, the unit of sending.
 
-    `pixels` is `[n, height, width, 3]` uint8 inside the block, or n JPEG files; `frames`, `times_s` and `pts` have n
-    entries. `number` counts the chunks of one video in one run from 0, all of them. `gaps` are those that became
-    complete since the last chunk. `similar` are the near-duplicates dropped between the last chunk and its last frame.
-    `clip` is the start and end of the clip that gets one caption for all its frames.
+    `pixels` is `[n, height, width, 3]` uint8 inside the block, or n JPEG files, perhaps as base64; `frames`, `times_s`
+    and `pts` have n entries. `number` counts the chunks of one video in one run from 0, all of them. `gaps` are those
+    that became complete since the last chunk. `similar` are the near-duplicates dropped between the last chunk and its
+    last frame. `clip` is the start and end of the clip that gets one caption for all its frames.
     """
 
     video: Video
@@ -174,8 +189,11 @@ class ReadResult(Struct, frozen=True):
     similar: list[Sample] = []
 
 
-ChunkResult = list[str] | PenstockError
-"""One caption for each of a chunk's `captioned` frames, or the error that remained after every retry."""
+Answers = Sequence[str | Answer]
+"""One for each of a chunk's `captioned` frames; a text is a caption about which nothing else is known."""
+
+ChunkResult = Answers | PenstockError
+"""The answers of a chunk, or the error that remained after every retry."""
 
 OnResult = Callable[[Chunk, ChunkResult], None]
 """Receives the result of a chunk, once, in the sender's thread. The receiver releases the chunk's block."""

@@ -70,6 +70,8 @@ def av_library() -> ModuleType:
 
 def probe(path: str, stream: int | None = None) -> VideoProbe:
     """The statements of the video's header. Raises VideoError."""
+    if is_image(path):
+        return _probe_image(path)
     opened = OpenVideo(path, threads=1, stream=stream)
     try:
         found = opened.stream
@@ -86,6 +88,15 @@ def probe(path: str, stream: int | None = None) -> VideoProbe:
         return VideoProbe(frames, duration_s, context.width, context.height, context.name, keyframes)
     finally:
         opened.close()
+
+
+def _probe_image(path: str) -> VideoProbe:
+    try:
+        with av_library().open("file:" + path, container_options=dict(OPEN_OPTIONS)) as container:
+            context = container.streams.video[0].codec_context
+            return VideoProbe(1, None, context.width, context.height, context.name)
+    except (OSError, ValueError, IndexError) as error:
+        raise VideoError(f"cannot be opened as an image: {reason(error)}", stage="open", detail=path) from error
 
 
 class OpenVideo:
@@ -196,6 +207,7 @@ _OTHER_SUFFIXES = (  # text, pictures, sound and data: not worth opening
     ".safetensors .srt .sub .svg .tar .tfrecord .tif .tiff .tmp .toml .torrent .tsv .txt .vtt .wav .webp .xml .yaml "
     ".yml .zip "
 )
+IMAGE_SUFFIXES = frozenset([".avif", ".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"])
 VIDEO_SUFFIXES, OTHER_SUFFIXES = frozenset(_VIDEO_SUFFIXES.split()), frozenset(_OTHER_SUFFIXES.split())
 
 
@@ -203,6 +215,11 @@ class InputError(PenstockError):
     """A named input does not exist."""
 
     code = "input"
+
+
+def is_image(path: str) -> bool:
+    """Whether the file is read as an image, by its suffix."""
+    return os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES
 
 
 class InputNotes(Struct):
@@ -223,16 +240,19 @@ def expand(
 
     An input is a file, a folder (with everything below it), a pattern (`**` matches any folders), or `-` for the
     lines of `stdin` (separated by NUL if `from0`), each a file or folder. Of folders and patterns, `extensions` select
-    the files, such as ".mp4"; without any, those that are videos. A file that cannot be examined becomes a video of
-    size 0: opening it fails and gives the reason. Raises InputError for an input without any file.
+    the files, such as ".mp4"; without any, those that are videos or, if there is no video, images. A file that cannot
+    be examined becomes a video of size 0: opening it fails and gives the reason. Raises InputError for an input
+    without any file.
     """
     notes = InputNotes()
     files: dict[tuple[int, ...] | str, Video] = {}  # on some network disks device and inode do not identify a file
     names: set[str] = set()
     folders: set[tuple[int, int]] = set()
+    pictures = set()  # those that a folder or a pattern happens to contain
     for path, explicit in _files(inputs, stdin, from0, folders):
         status = _status(path)
-        if not explicit and not _is_video(path, status, extensions):
+        picture = not explicit and not extensions and is_image(path)
+        if not explicit and not picture and not _is_video(path, status, extensions):
             notes.skipped += 1
             continue
         name = valid_text(path)
@@ -242,8 +262,13 @@ def expand(
             size, mtime_ns = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
             files[key] = Video(path, name, size, mtime_ns)
             names.add(name)
+            if picture:
+                pictures.add(key)
         elif explicit or known is None or known.path != path:
             notes.duplicates.append(name)
+    if not all(is_image(video.path) for video in files.values()):
+        files = {key: video for key, video in files.items() if key not in pictures}
+        notes.skipped += len(pictures)
     return list(files.values()), notes
 
 

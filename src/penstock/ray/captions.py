@@ -181,8 +181,8 @@ def _check(pool: BlockPool) -> None:
 
 
 def _after(chunk: Chunk, before: Position | None) -> Position:
-    taken = len(chunk.frames) + (0 if before is None else before.taken)
-    return Position(chunk.frames[-1], chunk.pts[-1], taken)
+    rows = chunk.captioned
+    return Position(rows[-1].frame, rows[-1].pts, len(rows) + (0 if before is None else before.taken))
 
 
 # ---- on a node of the cluster

@@ -147,9 +147,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Res
     [
         (["none.mp4", "--server", "http://127.0.0.1:1"], "no file or folder none.mp4"),
         (["*.avi", "--server", "http://127.0.0.1:1"], "no file matches"),
-        (["empty", "--server", "http://127.0.0.1:1"], "no video in empty\n"),
-        (["photos", "--server", "http://127.0.0.1:1"], "no video in photos; images are captioned one by one: curl -T"),
-        (["photos", "--server", "http://127.0.0.1:1", "--model", "m"], "curl -T FILE http://HOST:PORT/predictions/m"),
+        (["empty", "--server", "http://127.0.0.1:1"], "no video and no image in empty\n"),
         (["a.mp4", "--server", "ftp://x"], "no known scheme"),
         (["a.mp4", "--server", "http://127.0.0.1:1", "-o", "c.txt"], "suffix"),
         (["a.mp4", "--server", "https://127.0.0.1:1", "--ca", "none.pem"], "none.pem"),
@@ -161,8 +159,6 @@ def test_a_missing_file_or_server_option_is_status_2_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "a.jpg").write_bytes(b"not looked at")
     (tmp_path / "a.mp4").write_bytes(b"not looked at")
     result = job(tmp_path, monkeypatch, *arguments)
     assert (result.exit_code, words in result.output) == (2, True), result.output

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.bulk.sender import Undelivered, undelivered
 from penstock.bulk.servers import (
+    PENSTOCK,
     RevisionChanged,
     ServerFault,
     UploadChunk,
@@ -34,6 +35,7 @@ from penstock.errors import (
     QueueFull,
     Unauthorized,
 )
+from support.bulk import server_info
 from support.captioner import answer_of
 
 VIDEO = Video("/a/b.mp4", "b.mp4", 10, 20)
@@ -48,9 +50,13 @@ def chunk(pixels: Any, frames: list[int], video: Video = VIDEO) -> Chunk:
     return Chunk(video, 0, pixels, frames, [0.0] * len(frames), [None] * len(frames), NoBlock())
 
 
+def upload(sent: Chunk) -> UploadChunk:
+    return UploadChunk(sent, 1, *PENSTOCK.encode(sent, server_info(), "f" * 16))
+
+
 def test_pixels_are_sent_without_a_copy():
     block = np.zeros((2, 4, 6, 3), np.uint8)
-    parcel = UploadChunk(chunk(block, [5, 9]), 1, "f" * 16)
+    parcel = upload(chunk(block, [5, 9]))
     head, pixels, index = parcel.body
     block[:] = 7
     assert bytes(pixels) == b"\7" * 144
@@ -65,7 +71,7 @@ def test_pixels_are_sent_without_a_copy():
 
 
 def test_jpeg_files_are_sent_as_bytes_with_their_lengths():
-    head, files = UploadChunk(chunk([b"one", b"three"], [0, 1]), 1, "f").body
+    head, files = upload(chunk([b"one", b"three"], [0, 1])).body
     assert files == b"\3\0\0\0one\5\0\0\0three" + bytes(8) + b"\1" + bytes(7)
     assert json.loads(bytes(head))["inputs"][0] | {"parameters": 0} == {
         "name": "jpeg", "datatype": "BYTES", "shape": [2], "parameters": 0,

@@ -387,7 +387,7 @@ def test_each_decoder_reads_one_video_at_a_time(tmp_path: Path) -> None:
 def test_an_unexpected_error_of_a_decoder_thread_ends_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(path: Path) -> None:
+    def fail(path: Path, **how: Any) -> None:
         raise RuntimeError("of no kind that is known")
 
     monkeypatch.setattr("penstock.bulk.threads.spool.scan", fail)
