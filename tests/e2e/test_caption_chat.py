@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from PIL import Image
 
 from penstock.images import decode_image
-from support.chat import ChatServer, answered, images_of
+from support.chat import FILE, ChatServer, answered, images_of
 from support.videos import make_clip, number_of
 
 SCHEMA = {"type": "object", "properties": {"caption": {"type": "string"}}, "required": ["caption"]}
@@ -260,6 +261,42 @@ def test_a_request_that_never_succeeds_stops_the_job(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert "rows in a row have an error, the last:" in done.stderr
     assert "sees no images" in done.stderr
+
+
+def test_a_limit_of_requests_or_of_tokens_is_kept(tmp_path: Path) -> None:
+    make_clip(tmp_path / "a.mp4", 60)
+    for flags in (["--rpm", "1200"], ["--tpm", str(1200 * 40)]):  # a request takes 40 tokens: 29 + 11
+        with ChatServer() as server:
+            done = caption(tmp_path, "a.mp4", "--server", server.url, "-o", f"{flags[0]}.jsonl", *flags)
+            stats = server.stand_in.stats()
+        assert done.returncode == 0, done.stderr
+        assert stats["served"] == 60
+        assert stats["span_s"] > (60 - 20 - 8) / 20, "20 a second, after a burst of 20 and 8 whose cost is not known"
+
+
+def test_an_engine_is_started_and_restarted_and_ends_with_the_job(tmp_path: Path) -> None:
+    make_clip(tmp_path / "a.mp4", 60)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "engine.py").write_text(f"""
+import os, pathlib, runpy, sys, threading
+
+if not os.path.exists("first"):
+    pathlib.Path("first").touch()
+    threading.Timer(1.5, os._exit, [9]).start()
+sys.argv += ["--rate", "20"]
+runpy.run_path({str(FILE)!r}, run_name="__main__")
+""")
+    done = caption(tmp_path, "a.mp4", "--engine", f"{sys.executable} engine.py --port {port}")
+    assert done.returncode == 0, done.stderr
+    assert "the engine ended with status 9; what it printed is in captions.jsonl.work/engine.log" in done.stderr
+    assert [row["frame"] for row in rows(tmp_path / "captions.jsonl")] == list(range(60))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port)).close()
+    broken = caption(tmp_path, "a.mp4", "--engine", "no-such-engine", "-o", "b.jsonl")
+    assert broken.returncode == 2
+    assert "cannot start no-such-engine" in broken.stderr
 
 
 def test_faults_that_pass_cost_attempts_and_no_row(tmp_path: Path) -> None:

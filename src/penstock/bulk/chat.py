@@ -59,6 +59,7 @@ class ChatBackend(Backend):
     pixels: PixelMode = "jpeg"
     base64 = True
     headers: Headers = (("Content-Type", "application/json"),)
+    shows_queue = True
 
     def __init__(self, asked: Asked) -> None:
         super().__init__(asked)
@@ -160,7 +161,7 @@ class ChatBackend(Backend):
             return message.text.strip(), problem
         return (message.text.strip(), "") if self._check is None else self._check(message.text)
 
-    def gauge(self, metrics: str) -> int | None:
+    def queued(self, metrics: str) -> int | None:
         found = QUEUES.findall(metrics)
         return int(sum(map(float, found))) if found else None
 

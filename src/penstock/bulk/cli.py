@@ -14,6 +14,7 @@ from typing import Any, cast, get_args
 import click
 import msgspec
 
+from penstock.bulk.engine import engine_url
 from penstock.bulk.job import BulkJob, dry_run
 from penstock.bulk.options import JobOptions
 from penstock.bulk.outputs import OutputPaths, check_outputs
@@ -27,6 +28,7 @@ from penstock.errors import INTERRUPTED, USAGE, ConfigError, PenstockError
 from penstock.plugins import resolve
 from penstock.values import quantity
 
+WAIT_S, ENGINE_WAIT_S = 60.0, 1800.0  # for a server that starts; an engine loads its model first
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 SCENE_THRESHOLD = 27.0  # PySceneDetect's default
 PATH = click.Path(path_type=Path)
@@ -137,6 +139,12 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
     if flags["end"] is not None and flags["end"] <= (flags["start"] or 0.0):
         raise ConfigError("--end must be later than --start")
     backend = make_backend(flags)
+    if flags["engine"] and flags["dry_run"]:
+        raise ConfigError("--engine starts no server for a --dry-run; start it, and name it by --server")
+    if flags["engine"] and not flags["servers"]:
+        flags["servers"] = (engine_url(flags["engine"]),)
+    if flags["wait_s"] is None:
+        flags["wait_s"] = ENGINE_WAIT_S if flags["engine"] else WAIT_S
     if not flags["servers"] and (flags["retry_failed"] or flags["restart"] or flags["dry_run"] or flags["inputs"]):
         raise ConfigError("name a server: --server http://HOST:PORT (only writing outputs again needs none, nor INPUT)")
     if flags["dry_run"] and not flags["inputs"]:
@@ -160,6 +168,7 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
             for name in (
                 "inputs", "servers", "ca", "kernel", "tone_map", "deinterlace", "mode", "decoders", "memory_bytes",
                 "give_up_s", "wait_s", "from0", "extensions", "on_damage", "ray", "restart", "retry_failed", "price",
+                "rpm", "tpm", "engine",
             )
         },
     )  # fmt: skip
@@ -295,6 +304,9 @@ class _Caption(click.Command):
 )
 @click.option("--schema", callback=json_object, metavar="FILE", help="JSON schema that answers must fulfil.")
 @click.option("--request", callback=json_object, metavar="FILE", help="JSON with further fields of each request.")
+@click.option("--rpm", type=click.FloatRange(0, min_open=True), metavar="N", help="Send at most N requests a minute.")
+@click.option("--tpm", type=click.FloatRange(0, min_open=True), metavar="N", help="Spend at most N tokens a minute.")
+@click.option("--engine", metavar="COMMAND", help="Start this server, such as 'vllm serve MODEL', and keep it running.")
 @click.option("--price", callback=prices, metavar="IN,OUT", help="Prices of a million tokens, for the summary.")
 @output_options
 @click.option(
@@ -351,8 +363,8 @@ class _Caption(click.Command):
 @click.option("--token-file", type=click.Path(), help="File with the server's token; or set PENSTOCK_TOKEN.")
 @click.option("--ca", type=click.Path(), help="PEM file of the certificate authority of the server.")
 @click.option(
-    "--wait", "wait_s", type=click.FloatRange(0), default=60.0, show_default=True, metavar="S",
-    help="Seconds to wait for a server at the beginning.",
+    "--wait", "wait_s", type=click.FloatRange(0), metavar="S",
+    help="Seconds to wait for a server at the beginning [60; 1800 with --engine].",
 )  # fmt: skip
 @click.option(
     "--give-up", "give_up_s", type=click.FloatRange(0), default=600.0, show_default=True, metavar="S",

@@ -6,9 +6,9 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 from penstock.backoff import doubled_s
 from penstock.bulk.servers import (
@@ -40,6 +40,7 @@ from penstock.errors import (
 
 _logger = logging.getLogger("penstock.bulk")
 
+QUEUE_S: Final = 0.5  # between two readings of a server's queue
 FAULTS: Final = 3  # in a row before a failing server rests: one bad chunk does not make a bad server
 STREAM_SINGLE: Final = 500  # requests in flight, as in the published clients
 SINGLE_ROUND: Final = 50  # requests in a round, as in the published clients
@@ -145,7 +146,7 @@ class EndpointHealth:
         self._random = random
         self._pump = pump
         self._halt = halt
-        self._probes: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._silent_since_s: float | None = None  # since when no server has answered properly
         self._last_error = ""
 
@@ -176,9 +177,38 @@ class EndpointHealth:
         options = self._options
         return self._random.uniform(0.0, doubled_s(options.backoff_s, failures, options.longest_backoff_s))
 
+    def watch(self, endpoints: Iterable[ServerEndpoint]) -> None:
+        """Reads the queues of servers that show them, until `close`."""
+        for endpoint in endpoints:
+            if endpoint.info.backend.shows_queue:
+                self._keep(self._read_queue(endpoint))
+
+    async def _read_queue(self, endpoint: ServerEndpoint) -> None:
+        info, timeout_s = endpoint.info, self._options.connect_timeout_s
+        connection = ClientConnection(info.address, connect_timeout_s=timeout_s)
+        try:
+            while True:
+                await asyncio.sleep(QUEUE_S)
+                try:
+                    found = await connection.request("GET", "/metrics", authorization(info.token), timeout_s=timeout_s)
+                except PenstockError:
+                    continue
+                length = info.backend.queued(found.body.decode(errors="replace")) if found.ok else None
+                if length is not None:
+                    endpoint.window.queue_is(length)
+                elif found.status < 500:
+                    return
+        finally:
+            connection.close()
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     def close(self) -> None:
-        for probe in self._probes:
-            probe.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     def _rest(self, endpoint: ServerEndpoint, pause_s: float) -> None:
         until_s = loop_time() + pause_s
@@ -200,9 +230,7 @@ class EndpointHealth:
             return
         endpoint.away = True
         _logger.warning("server=%s gets no chunks before it answers again: %s", endpoint.info.url, error.message)
-        probe = asyncio.ensure_future(self._probe(endpoint))
-        self._probes.add(probe)
-        probe.add_done_callback(self._probes.discard)
+        self._keep(self._probe(endpoint))
 
     async def _probe(self, endpoint: ServerEndpoint) -> None:
         """Asks an absent server for its metadata until it answers as before."""
@@ -277,6 +305,9 @@ class Window:
         """A request ended in another way."""
         self.in_flight -= 1
 
+    def queue_is(self, length: int) -> None:
+        """So many requests wait at the server."""
+
 
 class RoundWindow(Window):
     """Up to `size` requests at a time; the next round starts when all of them have ended."""
@@ -312,7 +343,8 @@ class AimdWindow(Window):
     def __init__(self, start: int, most: int = MAX_WINDOW, step: int = 1) -> None:
         super().__init__(max(1, min(start, most)))
         self._most, self._step = most, step
-        self._queued: int | None = None  # at the server, now
+        self._follows = self._read = False  # the server's queue, and a reading that no epoch has used
+        self._queued = 0
         self._best_s = math.inf  # the shortest round trip of a request with the most rows so far
         self._most_rows = 0
         self._halved_s = -math.inf
@@ -326,6 +358,23 @@ class AimdWindow(Window):
         self._answers = self._rows = 0
         self._total_s = 0.0
         self._full = False
+
+    def queue_is(self, length: int) -> None:
+        self._follows = self._read = True
+        self._queued = length
+
+    def _follow_queue(self) -> None:
+        """A short queue keeps the server busy until the next requests arrive. Each reading counts once."""
+        if not self._read:
+            return
+        self._read = False
+        spare = max(1, self.size // 8)
+        if self._queued > 0:
+            self._step = 1
+            step = -min(max(0, self._queued - spare), self.size // 2)
+        else:
+            step = self.size if self._step > 1 else spare
+        self.size = min(self._most, max(1, self.size + step))
 
     def sent(self, now: float) -> None:
         super().sent(now)
@@ -364,10 +413,8 @@ class AimdWindow(Window):
         self._previous_rate = None
         if not full:
             return
-        if self._queued is not None:
-            spare = max(1, self.size // 8)  # what waits keeps the server busy until the next requests arrive
-            step = spare if self._queued == 0 else min(0, spare - self._queued)
-            self.size = min(self._most, max(1, self.size + step))
+        if self._follows:
+            self._follow_queue()
             return
         short = round_trip_s < SHORT * self._best_s
         # a quarter of the gain from one more request where nothing limits the rate; a smaller gain is noise

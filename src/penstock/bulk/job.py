@@ -4,14 +4,15 @@ In a run, decoder threads read and send, the sender talks to the servers, and th
 frames ahead, and the caller's thread waits for the end and reports progress.
 """
 
+import functools
 import logging
 import math
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from msgspec import Struct
 from penstock.bulk import outputs, shards, spool
 from penstock.bulk.decode import estimate, read_chunks
 from penstock.bulk.endpoints import NotSent
+from penstock.bulk.engine import Engine
 from penstock.bulk.options import JobOptions, JobPlan, make_plan
 from penstock.bulk.pixels import JPEG_SHARE, SceneStarts, exact_kernel, jpeg_encoder, within
 from penstock.bulk.progress import JobSummary, Progress, ProgressReporter, RateWindow, duration, make_reporter
@@ -67,6 +69,7 @@ class BulkJob:
         self.parts = parts or JobParts()
         self.running = False  # whether an interrupt has anything in flight to wait for
         self.reporter = reporter
+        self.engine: Engine | None = None
         self.events: queue.SimpleQueue[str | PenstockError] = queue.SimpleQueue()
 
     def interrupt(self) -> None:
@@ -81,9 +84,23 @@ class BulkJob:
         try:
             if videos is not None and self.options.shard is not None:
                 videos = shards.take(folder, videos, self.options.shard)
-            return self._run(folder, folder.videos() if videos is None else videos)
+            with self._engine_in(folder):
+                return self._run(folder, folder.videos() if videos is None else videos)
         finally:
             folder.close()
+
+    @contextmanager
+    def _engine_in(self, folder: WorkFolder) -> Iterator[None]:
+        """Runs the engine, if the job has one."""
+        if self.options.engine is None:
+            yield
+            return
+        self.engine = Engine(self.options.engine, folder.path / "engine.log", self.events.put)
+        self.engine.start()
+        try:
+            yield
+        finally:
+            self.engine.close()
 
     def merge(self) -> JobSummary:
         """Writes the outputs of all shards together. Raises OutputError, FolderError."""
@@ -159,21 +176,18 @@ class BulkJob:
 
     def _ask(self, url: str) -> ServerInfo:
         """The description of one server. Waits for it if it is not up."""
-        options, ask = self.options, self.parts.ask
+        options = self.options
+        check = self.engine.check if self.engine is not None else lambda: None
+        ask = functools.partial(
+            self.parts.ask, url, options.model, token=options.token, ca=options.ca, backend=options.backend, check=check
+        )
         try:
-            return ask(url, options.model, token=options.token, ca=options.ca, backend=options.backend)
+            return ask()
         except NOT_UP as e:
             if not options.wait_s:
                 raise
             self.reporter.note(f"{e.message}; waiting for it, at most {options.wait_s:g} s")
-        return ask(
-            url,
-            options.model,
-            token=options.token,
-            ca=options.ca,
-            patience_s=options.wait_s,
-            backend=options.backend,
-        )
+        return ask(patience_s=options.wait_s)
 
     def _finish(self, spools: list[tuple[Video, Path]], summary: JobSummary) -> None:
         """Completes the summary, and writes outputs if every video has ended or nothing else was requested."""
@@ -250,9 +264,11 @@ class JobRun:
         self._decoders = DecoderThreads(
             self._videos, folder.spool, plan, parts.read_chunks, self._writer, self, retry=job.options.retry_failed
         )
+        options = job.options
         sending = SendOptions(
-            mode=job.options.mode, fingerprint=digest, rows=plan.chunk_size, give_up_s=job.options.give_up_s
-        )
+            mode=options.mode, fingerprint=digest, rows=plan.chunk_size, give_up_s=options.give_up_s, rpm=options.rpm,
+            tpm=options.tpm,
+        )  # fmt: skip
         self._sender = parts.sender(servers, sending, self._chunk_done)
 
     def _remaining(self, videos: list[Video], folder: WorkFolder) -> list[Video]:

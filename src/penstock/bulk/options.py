@@ -48,6 +48,9 @@ class JobOptions(Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     give_up_s: float = 600.0
     wait_s: float = 60.0
+    rpm: float | None = None
+    tpm: float | None = None
+    engine: str | None = None  # the command of a server that the job runs
     from0: bool = False
     extensions: frozenset[str] = frozenset()
     shard: Shard | None = None

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from penstock.bulk.endpoints import AGAIN, ENDS_THE_JOB, LATER, EndpointHealth, NotSent, ServerEndpoint, loop_time
+from penstock.bulk.limits import RateLimit
 from penstock.bulk.servers import ServerInfo, UploadChunk
-from penstock.bulk.types import Answers, Chunk, ChunkResult, OnResult, SendOptions, SendStats
+from penstock.bulk.types import Answer, Answers, Chunk, ChunkResult, OnResult, SendOptions, SendStats
 from penstock.client.response import HttpResponse
 from penstock.core.os_threads import new_event_loop
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
@@ -116,6 +117,11 @@ class ChunkSender:
             )
 
 
+def tokens_of(answers: Answers) -> int:
+    """The tokens that answers took, if the server counts them."""
+    return sum([sum(answer.tokens) for answer in answers if isinstance(answer, Answer) and answer.tokens])
+
+
 class _Delivery:
     """The sender's work on its loop: chunks wait in a heap, are in flight to a server, or wait for a retry."""
 
@@ -131,6 +137,10 @@ class _Delivery:
         self._delayed: dict[UploadChunk, asyncio.TimerHandle] = {}
         self._in_flight: set[asyncio.Task[Answers]] = set()
         self._abandon: asyncio.TimerHandle | None = None  # set while closing
+        self._watching = False
+        self._requests, self._tokens = (None if n is None else RateLimit(n) for n in (options.rpm, options.tpm))
+        self._typical_tokens = 0.0  # of a request
+        self._paused: asyncio.TimerHandle | None = None  # by a rate limit
         self._added = self._answered = self._retries = self._sent_bytes = 0
         # Servers remember answers for a while; a job that runs again must get new captions, not the remembered ones.
         self._job = f"{options.fingerprint[:8]}-{secrets.token_hex(4)}"
@@ -148,6 +158,9 @@ class _Delivery:
         )
 
     def add(self, chunks: list[Chunk]) -> None:
+        if not self._watching and self.stopped is None:
+            self._watching = True
+            self._health.watch(self._endpoints)
         for chunk in chunks:
             self._added += 1
             try:
@@ -164,15 +177,36 @@ class _Delivery:
             return
         while self._waiting:
             endpoint = self._pick(self._waiting[0])
-            if endpoint is None:
+            if endpoint is None or self._pauses():
                 return
             upload = heapq.heappop(self._waiting)
+            upload.tokens = self._typical_tokens
+            self._spend(1, upload.tokens)
             upload.last_endpoint = endpoint
             now = loop_time()
             endpoint.window.sent(now)
             task = asyncio.ensure_future(self._deliver(upload, endpoint))
             self._in_flight.add(task)
             task.add_done_callback(functools.partial(self._finish, upload, endpoint, now))
+
+    def _pauses(self) -> bool:
+        """Whether a rate limit forbids the next request; then it is sent later."""
+        if self._paused is None:
+            now = loop_time()
+            wait_s = max([0.0, *(limit.wait_s(now) for limit in (self._requests, self._tokens) if limit is not None)])
+            if wait_s > 0:
+                self._paused = asyncio.get_running_loop().call_later(wait_s, self._go_on)
+        return self._paused is not None
+
+    def _go_on(self) -> None:
+        self._paused = None
+        self._pump()
+
+    def _spend(self, requests: float, tokens: float) -> None:
+        if self._requests is not None:
+            self._requests.spend(requests)
+        if self._tokens is not None:
+            self._tokens.spend(tokens)
 
     def _pick(self, upload: UploadChunk) -> ServerEndpoint | None:
         """The least loaded server with room; if possible not the one where the chunk failed last."""
@@ -185,7 +219,13 @@ class _Delivery:
     async def _deliver(self, upload: UploadChunk, endpoint: ServerEndpoint) -> Answers:
         """The captions. Raises as a connection and `Backend.answers` do."""
 
+        posted = 0
+
         async def post(body: Sequence[Buffer]) -> HttpResponse:
+            nonlocal posted
+            posted += 1
+            if posted > 1:  # a repair, which is too short to wait for
+                self._spend(1, 0)
             connection = endpoint.take_connection()
             try:
                 return await connection.request(
@@ -208,6 +248,11 @@ class _Delivery:
         self._in_flight.discard(task)
         error = _closed() if task.cancelled() else task.exception()
         now = loop_time()
+        if self._tokens is not None:
+            spent = 0 if error is not None else tokens_of(task.result())
+            self._tokens.spend(spent - upload.tokens)
+            if spent:
+                self._typical_tokens += (spent - self._typical_tokens) / (8 if self._typical_tokens else 1)
         if error is None:
             endpoint.window.answered(sent_s, now, 0 if upload.attempts else len(upload.chunk.frames))
             endpoint.succeeded()
@@ -289,5 +334,7 @@ class _Delivery:
             task.cancel()
 
     def close(self) -> None:
+        if self._paused is not None:
+            self._paused.cancel()
         for endpoint in self._endpoints:
             endpoint.close()

@@ -111,7 +111,8 @@ class Backend:
     """What one kind of server takes and returns: one object for all servers of a job.
 
     `pixels` is how frames travel and `model` the name of the model unless the user chooses; `base64` makes JPEG files
-    base64 where they are encoded, and `headers` go with every request. docs/caption-backends.md is for authors.
+    base64 where they are encoded, `headers` go with every request, and with `shows_queue`, /metrics is read.
+    docs/caption-backends.md is for authors.
     Raises ConfigError for what it cannot ask.
     """
 
@@ -119,6 +120,7 @@ class Backend:
     model = ""
     base64 = False
     headers: Headers = ()
+    shows_queue = False
 
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
@@ -145,7 +147,7 @@ class Backend:
         """
         raise NotImplementedError
 
-    def gauge(self, metrics: str) -> int | None:
+    def queued(self, metrics: str) -> int | None:
         """The requests that wait at a server, from its /metrics page; None if the page does not say."""
         return None
 
@@ -220,10 +222,12 @@ def ask(
     timeout_s: float = 10.0,
     patience_s: float = 0.0,
     backend: Backend = PENSTOCK,
+    check: Callable[[], None] = lambda: None,
 ) -> ServerInfo:
     """The description of `model` at `url`. Waits up to `patience_s` for a server or model that is not up yet.
 
-    Must not be called in an event loop. Raises what `describe` raises, and ConfigError for the address.
+    Must not be called in an event loop. Raises what `describe` and, between attempts, `check` raise, and
+    ConfigError for the address.
     """
 
     async def described() -> ServerInfo:
@@ -233,6 +237,7 @@ def ask(
                 found = await backend.describe(url, model, token, ca, timeout_s)
                 return msgspec.structs.replace(found, token=token, ca=ca, backend=backend)
             except NOT_UP as exc:
+                check()
                 if time.monotonic() + RETRY_S > until_s:
                     raise
                 _logger.info("server=%s waited_for=%s", url, exc.code)
@@ -355,12 +360,13 @@ def revision_changed(url: str, model: str, expected: str, found: str | None) -> 
 class UploadChunk:
     """A chunk and its request, encoded once for all attempts. Orders by arrival, the oldest first."""
 
-    __slots__ = ("attempts", "body", "body_bytes", "chunk", "headers", "last_endpoint", "order")
+    __slots__ = ("attempts", "body", "body_bytes", "chunk", "headers", "last_endpoint", "order", "tokens")
 
     def __init__(self, chunk: Chunk, order: int, headers: Headers, body: Sequence[Buffer]) -> None:
         self.chunk = chunk
         self.order = order
         self.attempts = 0  # failed ones
+        self.tokens = 0.0  # that its current attempt may take
         self.last_endpoint: object = None  # where the last attempt went
         self.headers, self.body = headers, body
         self.body_bytes = sum([len(part) for part in self.body])

@@ -200,7 +200,10 @@ OnResult = Callable[[Chunk, ChunkResult], None]
 
 
 class SendOptions(Struct, frozen=True, kw_only=True):
-    """`rows` is the size of a full chunk, if known; `attempts` limits the failed attempts of one chunk."""
+    """`rows` is the size of a full chunk, if known; `attempts` limits the failed attempts of one chunk.
+
+    `rpm` and `tpm` are the most requests and tokens a minute, at all servers together.
+    """
 
     mode: SendMode = "stream-prebatch"
     fingerprint: str = ""
@@ -212,6 +215,8 @@ class SendOptions(Struct, frozen=True, kw_only=True):
     max_response_bytes: int = 4 * 2**20  # 8 KiB for each of 512 captions
     backoff_s: float = 0.5
     longest_backoff_s: float = 30.0
+    rpm: float | None = None
+    tpm: float | None = None
 
 
 class EndpointStats(Struct, frozen=True):

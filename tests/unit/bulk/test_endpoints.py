@@ -147,3 +147,40 @@ def test_a_window_that_is_not_full_does_not_grow():
         window.sent(second)
         window.answered(second, second + 0.1, 8)
     assert window.size == 4
+
+
+class Queue:
+    """A server that runs `slots` requests at a time, each for a second, and shows what waits."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots, self.now = slots, 0.0
+        self.running: list[tuple[float, float]] = []
+        self.waiting: list[float] = []
+
+    def step(self, window: Window) -> None:
+        while window.room() > 0:
+            window.sent(self.now)
+            self.waiting.append(self.now)
+        while self.waiting and len(self.running) < self.slots:
+            heapq.heappush(self.running, (self.now + 1.0, self.waiting.pop(0)))
+        self.now, sent_s = heapq.heappop(self.running)
+        window.answered(sent_s, self.now, 1)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 16, 100, 256])
+def test_a_window_that_sees_the_queue_fills_the_server_and_little_more(slots: int) -> None:
+    window, server, read_s = AimdWindow(8, 512, step=8), Queue(slots), 0.0
+    while server.now < 60:
+        server.step(window)
+        if server.now >= read_s + 0.5:
+            window.queue_is(len(server.waiting))
+            read_s = server.now
+    assert slots <= window.size <= slots + max(2, slots // 3)
+
+
+@pytest.mark.parametrize("slots", [1, 16, 100])
+def test_a_window_without_a_view_of_the_queue_doubles_until_that_gains_nothing(slots: int) -> None:
+    window, server = AimdWindow(8, 512, step=8), Queue(slots)
+    while server.now < 60:
+        server.step(window)
+    assert min(slots, 8) <= window.size <= max(16, 3 * slots)
