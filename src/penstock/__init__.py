@@ -35,6 +35,7 @@ from penstock.types import TextRequest as TextRequest
 
 if TYPE_CHECKING:
     from penstock import metrics as metrics
+    from penstock import tracing as tracing
     from penstock.client.client import AsyncClient as AsyncClient
     from penstock.client.sync import Client as Client
     from penstock.config.schema import ModelConfig as ModelConfig
@@ -76,6 +77,7 @@ else:  # a type checker that saw `__getattr__` would accept every name
         "model": "penstock.core.worker.python_model",
         "pad": "penstock.core.worker.lengths",
         "run_redis_workers_forever": "penstock.streamer.redis.serve",
+        "tracing": "penstock.tracing",
     }
     _OWN = [name for name, value in globals().items() if getattr(value, "__module__", "").startswith("penstock.")]
     __all__ = sorted([*_LAZY, *_OWN])

@@ -53,6 +53,14 @@ class SequenceRequest(Struct, omit_defaults=True):
     state: Any = None
 
 
+class Trace(Struct, array_like=True, omit_defaults=True):
+    """A span of a traced request: the ids of its trace, of itself, and of its parent or "", in lower-case hex."""
+
+    id: str
+    span: str
+    parent: str = ""
+
+
 class Item(Struct, omit_defaults=True):
     """One unit of work as the user sees it. The payload is opaque to the core.
 
@@ -68,7 +76,7 @@ class Item(Struct, omit_defaults=True):
     `parameters` is set in the worker, by the codec, for a `predict(items, parameters)`, and `files` for the file names
     of a form. `head_bytes`: where the values begin in a payload with a head, if the server process knows it. `length`:
     of its longest row, for models with `bucket = "length"`. `source`: in the server process, what received the request;
-    see `penstock.request`.
+    see `penstock.request`. `trace`: its span, if it is traced; see `penstock.tracing`.
     """
 
     payload: Any
@@ -92,6 +100,7 @@ class Item(Struct, omit_defaults=True):
     length: int = 0
     files: dict[str, list[str]] | None = None
     source: Any = None
+    trace: Trace | None = None
 
 
 class ItemResult(Struct, omit_defaults=True):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
+from penstock import tracing
 from penstock._version import __version__
 from penstock.config.checks import LISTENERS, UNIX, device_budgets, is_loopback, thrift_model, tokens_for
 from penstock.config.schema import Config
@@ -79,9 +80,12 @@ def run(
     logs = ServerLog(config.logging)
     code = 1
     try:
+        if (traced := config.tracing).endpoint:
+            tracing.start(traced.endpoint, ratio=traced.ratio, max_per_s=traced.max_per_s, service=traced.service)
         code = runner()(Server(config, logs, recorder, reread or (lambda: config), watched).main(on_ready))
         return code
     finally:
+        tracing.stop()
         if recorder is not None:
             recorder.close()
         if not logs.close():

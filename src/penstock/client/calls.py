@@ -26,6 +26,7 @@ from penstock.errors import (
     WorkerDied,
     nearest,
 )
+from penstock.tracing import current_traceparent
 from penstock.types import SequenceRequest
 
 GRACE_S: Final = 0.25  # after a deadline, for the server's own response about it to arrive
@@ -120,6 +121,9 @@ def read_options(options: CallOptions, timeout_s: float, keyed: bool = False) ->
     if isinstance(sequence, (str, int)):
         sequence = SequenceRequest(str(sequence))
     key = options.get("idempotency_key", keyed)
+    headers = list(options.get("headers", {}).items())
+    if (traceparent := current_traceparent()) and "traceparent" not in {name.lower() for name, _ in headers}:
+        headers.append(("traceparent", traceparent))
     given_s = options.get("timeout_s")
     call = Call(
         timeout_s=timeout_s if given_s is None else given_s,
@@ -129,7 +133,7 @@ def read_options(options: CallOptions, timeout_s: float, keyed: bool = False) ->
         request_id=options.get("request_id", ""),
         sequence=sequence,
         key=uuid4().hex if key is True else key or "",
-        headers=list(options.get("headers", {}).items()),
+        headers=headers,
     )
     for name, seconds in (("timeout_s", call.timeout_s), ("deadline_s", call.deadline_s)):
         if seconds is not None and not 0 < seconds < math.inf:

@@ -173,6 +173,22 @@ class LoggingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     file: Annotated[str | None, doc("file to append to, by default stderr; it may be rotated by renaming it")] = None
 
 
+class TracingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[tracing]`: traces of requests and batches, for a collector of OpenTelemetry."""
+
+    endpoint: Annotated[
+        str | None,
+        doc(
+            "OTLP/HTTP address of the collector, such as http://127.0.0.1:4318/v1/traces; by default nothing is traced"
+        ),
+    ] = None
+    ratio: Annotated[
+        Annotated[float, Meta(ge=0, le=1)], doc("share of the requests that are traced, unless their caller decides")
+    ] = 0.01
+    max_per_s: Annotated[Seconds, doc("most requests that are traced in a second")] = 100.0
+    service: Annotated[str, doc("service.name of the spans; the variable OTEL_SERVICE_NAME goes before")] = "penstock"
+
+
 class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[models.NAME.batching]`: how requests are combined into batches."""
 
@@ -485,6 +501,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
     devices: dict[str, int | str] = field(default_factory=dict)  # budgets, such as "40GiB"
     models: dict[str, ModelConfig] = field(default_factory=dict)
 
@@ -494,6 +511,7 @@ SECTIONS: dict[str, Any] = {
     "limits": LimitsConfig,
     "auth": AuthConfig,
     "logging": LoggingConfig,
+    "tracing": TracingConfig,
     "models.NAME": ModelConfig,
     "models.NAME.inputs.INPUT": InputConfig,
     "models.NAME.batching": BatchingConfig,

@@ -27,6 +27,7 @@ from penstock.types import (
     Ready,
     SequenceRequest,
     Sink,
+    Trace,
 )
 
 # ---- front-ends
@@ -376,6 +377,18 @@ class Observer:
 
     def on_request(self, model: str, version: str, rows: int, size_bytes: int) -> None:
         """A request of this size is about to be queued, which may still fail. Follows its `on_arrival`."""
+
+    def on_item(self, item: Item) -> None:
+        """A request is about to be queued: the place to set `item.trace`. Only one observer may have this hook."""
+
+    def on_traced(self, record: BatchRecord, ended_s: float, requests: Sequence[tuple[Trace, float]]) -> None:
+        """A batch with traced requests ended: the span and the arrival of each, times on the clock of
+        `time.monotonic`."""
+
+    def on_traced_end(
+        self, model: str, version: str, item: Item, arrival_s: float, ended_s: float, outcome: str
+    ) -> None:
+        """A traced request ended: "ok" or "failed" (answered), or the reason why not."""
 
     def on_answer(self, model: str, version: str, latencies_s: Sequence[float], failed: int) -> None:
         """The model answered these requests, the last `failed` of them with an error. Latencies count from arrival."""

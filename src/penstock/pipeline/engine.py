@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from penstock import metrics
+from penstock import metrics, tracing
 from penstock.config.schema import MOST, BatchingConfig, ModelConfig
 from penstock.core.batching.entry import INF
 from penstock.core.batching.policies.adaptive import Adaptive
@@ -24,6 +24,7 @@ from penstock.core.engine.calls import Call
 from penstock.core.engine.direct import DirectTransport, StageDriver
 from penstock.core.engine.drivers import LaterCalls, LoopDriver
 from penstock.core.engine.handle import ModelHandle
+from penstock.core.engine.tracing import TraceObserver
 from penstock.core.transports.local import ThreadTransport
 from penstock.core.transports.process import LendingTransport
 from penstock.core.wire.slabs import SlabPool
@@ -98,6 +99,8 @@ class NodeEngine:
             transport = DirectTransport(spec, node.instances, devices, driver)
         self.meter = NodeMeter(self)
         listening = [self.meter, *observers]
+        if tracing.tracer is not None:
+            listening.append(TraceObserver(tracing.tracer, "node"))
         self.handle = ModelHandle(spec, transport, devices, UNLIMITED, listening, self._policy, self.driver)
         self.batcher: Batcher | None = None
 

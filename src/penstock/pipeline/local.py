@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from penstock import tracing
 from penstock.core.arrays import nbytes_of
 from penstock.core.contracts import Ticket
 from penstock.core.engine.direct import StageDriver
@@ -23,7 +24,7 @@ from penstock.pipeline.graph import Graph
 from penstock.pipeline.ops.base import DATA, NODE_NAME, Fields
 from penstock.pipeline.runner import PipelineRunner
 from penstock.pipeline.traversal import Done, ItemOutcome, Traversal
-from penstock.types import Item, ItemResult, ModelMetadata, Sink
+from penstock.types import Item, ItemResult, ModelMetadata, Sink, Trace
 
 ENTRY = "entry"  # the name of the inbox of the entry's threads
 MAX_WAITING = 65_536  # items that wait for room inside; further calls are rejected
@@ -91,12 +92,19 @@ class LocalPipeline:
         return future
 
     def start(
-        self, fields: Fields, done: Done, node: str | None = None, *, budget_s: float | None = None, priority: int = 0
+        self,
+        fields: Fields,
+        done: Done,
+        node: str | None = None,
+        *,
+        budget_s: float | None = None,
+        priority: int = 0,
+        trace: Trace | None = None,
     ) -> SubmittedItems:
         """Submits one item without a future, which costs less. Calls `done` on a thread of the pipeline."""
         submitted = SubmittedItems(done, self._portal)
         new = NewItem(fields, node)
-        item = Item(new, budget_s=budget_s, priority=priority)
+        item = Item(new, budget_s=budget_s, priority=priority, trace=trace)
         self._portal.submit_item(_inbox_of([new]), item, submitted)
         return submitted
 
@@ -106,11 +114,13 @@ class LocalPipeline:
         done: Callable[[list[ItemOutcome]], None],
         *,
         budget_s: float | None = None,
+        trace: Trace | None = None,
     ) -> SubmittedItems:
         """Submits several items and calls `done` once, with all outcomes in order, or one if all were rejected."""
         submitted = SubmittedItems(lambda found: done(found if isinstance(found, list) else [found]), self._portal)
         items = _new_items(many)
-        self._portal.submit_item(_inbox_of(items), Item(items, rows=len(many), many=True, budget_s=budget_s), submitted)
+        item = Item(items, rows=len(many), many=True, budget_s=budget_s, trace=trace)
+        self._portal.submit_item(_inbox_of(items), item, submitted)
         return submitted
 
     def after(self, call: Callable[[], None]) -> None:
@@ -204,6 +214,7 @@ class _WaitingItem(Struct, eq=False):
     done: Done | None
     end_s: float | None
     priority: int
+    trace: Trace | None = None
     nbytes: int = 0
     timer: LaterCall | None = None
     traversal: Traversal | None = None
@@ -337,12 +348,14 @@ class PipelineBackend:
             found = f"{len(self._queue)} items ({self.waiting_bytes} bytes)"
             raise QueueFull(f"{found} wait for room in the pipeline: try again later")
         end_s = None if item.budget_s is None else self.loop.time() + item.budget_s
+        sink = tracing.traced(f"pipeline {self.runner.graph.name}", 0, item, sink)
+        rest = end_s, item.priority, item.trace
         many = _ManyItems(len(item.payload), sink) if item.many else None
         if many is None:
-            tickets = [_WaitingItem(self, item.payload, lambda o: sink(ItemResult(o)), end_s, item.priority)]
+            tickets = [_WaitingItem(self, item.payload, lambda o: sink(ItemResult(o)), *rest)]
         else:
             new = enumerate(item.payload)
-            tickets = many.tickets = [_WaitingItem(self, one, many.done(i), end_s, item.priority) for i, one in new]
+            tickets = many.tickets = [_WaitingItem(self, one, many.done(i), *rest) for i, one in new]
         self._queue.extend(tickets)
         self.pump()
         for ticket in tickets if end_s is not None else ():
@@ -369,7 +382,12 @@ class PipelineBackend:
             if self._error is not None:
                 raise self._error
             waiting.traversal = self.runner.submit(
-                item.fields, waiting.ended, node=item.node, budget_s=budget_s, priority=waiting.priority
+                item.fields,
+                waiting.ended,
+                node=item.node,
+                budget_s=budget_s,
+                priority=waiting.priority,
+                trace=waiting.trace,
             )
         except Exception as e:  # the other items go on
             # later, because `submit` has not returned the ticket yet

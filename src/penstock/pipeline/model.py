@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
+from penstock.core.worker.logs import running
 from penstock.core.worker.predict import Unit
 from penstock.core.worker.python_model import Answer, model, options_of
 from penstock.errors import ConfigError
@@ -23,7 +24,7 @@ from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import CLIENT_REQUEST, DATA, RESULT, BatchOp
 from penstock.pipeline.requests import Declared, PipelineRequest, request_of, response_of
 from penstock.pipeline.traversal import Hop, ItemOutcome
-from penstock.types import DTYPES, Headed, ModelMetadata, TensorSpec
+from penstock.types import DTYPES, Headed, ModelMetadata, TensorSpec, Trace
 
 _NO_TOKEN = re.compile(r"[^!#$%&'*+.^_`|~0-9A-Za-z-]")
 
@@ -118,14 +119,16 @@ class PipelineModel:
         def ended(place: int, request: PipelineRequest, outcomes: list[ItemOutcome]) -> None:
             answer([(place, self._response(request, outcomes))])
 
+        items = running.items
         for place, (value, budget_s) in enumerate(zip(values, budgets_s, strict=True)):
+            trace = items[place].trace if items else None
             request = self._request(value)
             if not isinstance(request, PipelineRequest):
                 known.append((place, request))
             elif not request.fields:
                 known.append((place, self._response(request, [])))
             else:
-                submitted.append(self._submit(request, partial(ended, place, request), budget_s))
+                submitted.append(self._submit(request, partial(ended, place, request), budget_s, trace))
         if known:
             answer(known)
 
@@ -136,13 +139,18 @@ class PipelineModel:
         return cancel
 
     def _submit(
-        self, request: PipelineRequest, done: Callable[[list[ItemOutcome]], None], budget_s: float | None
+        self,
+        request: PipelineRequest,
+        done: Callable[[list[ItemOutcome]], None],
+        budget_s: float | None,
+        trace: Trace | None,
     ) -> SubmittedItems:
+        pipeline, node = self._pipeline, request.node
         if len(request.fields) == 1:
             fields = request.fields[0]
-            return self._pipeline.start(fields, lambda outcome: done([outcome]), request.node, budget_s=budget_s)
-        many = [(fields, request.node) for fields in request.fields]
-        return self._pipeline.start_many(many, done, budget_s=budget_s)
+            return pipeline.start(fields, lambda outcome: done([outcome]), node, budget_s=budget_s, trace=trace)
+        many = [(fields, node) for fields in request.fields]
+        return pipeline.start_many(many, done, budget_s=budget_s, trace=trace)
 
     def __penstock_soon__(self, call: Callable[[], None]) -> None:
         """Groups the responses of one pass of the pipeline. Those from other threads leave at once."""

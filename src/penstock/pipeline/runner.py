@@ -35,6 +35,7 @@ from penstock.pipeline.graph import REQUEST, Each, Graph, ItemRoute, chain_of, o
 from penstock.pipeline.node import SharedState, placed
 from penstock.pipeline.ops.base import DATA, NODE_NAME, RESULT, Fields
 from penstock.pipeline.traversal import Done, ItemOutcome, RunningNode, Traversal, connect, locked, read_only
+from penstock.types import Trace
 
 LONGEST_NAME = 128  # of a node in an error message, because callers may send any length
 
@@ -110,7 +111,14 @@ class PipelineRunner:
             engine.handle.instances.forget()
 
     def submit(
-        self, fields: Fields, done: Done, *, node: str | None = None, budget_s: float | None = None, priority: int = 0
+        self,
+        fields: Fields,
+        done: Done,
+        *,
+        node: str | None = None,
+        budget_s: float | None = None,
+        priority: int = 0,
+        trace: Trace | None = None,
     ) -> Traversal:
         """Accepts an item and calls `done` once, on the loop. `fields` are copied.
 
@@ -131,6 +139,7 @@ class PipelineRunner:
         fields = self.graph.begun(fields)
         deadline_s = None if budget_s is None else time.monotonic() + budget_s
         traversal = Traversal(path, done, self._ended, deadline_s, priority, [] if self.graph.trace else None)
+        traversal.trace = trace
         self.in_flight += 1
         shared = read_only(fields) if self._takes_request or len(path.starts) > 1 else fields
         if self._takes_request:
@@ -323,7 +332,7 @@ class Parent:
             traversal.priority,
             None if traversal.hops is None else [],
         )
-        child.shared = self._given[DATA]
+        child.shared, child.trace = self._given[DATA], traversal.trace
         child.behind_s = row_s * len(self._children)
         self._children[place] = child
         if self._body.outside:

@@ -24,7 +24,8 @@ from penstock.pipeline.filters import Condition
 from penstock.pipeline.graph import Graph, ItemRoute, Join, Node, arriving, starts_item, unchanged
 from penstock.pipeline.handover import Arrived, BatchStamp, Visit
 from penstock.pipeline.ops.base import DATA, RESULT, Fields
-from penstock.types import Item, ItemResult, Sink
+from penstock.tracing import child_of
+from penstock.types import Item, ItemResult, Sink, Trace
 
 log = logging.getLogger("penstock.pipeline")
 
@@ -96,7 +97,8 @@ class Traversal(Struct, eq=False):
 
     `waits` counts, for each join, the nodes that have not finished yet. `kept` has the fields of nodes that later joins
     read. `outputs` has the fields that reached an output. `dead` has the nodes that a condition removed from the item's
-    path, with the fields before the removal. `hops` is None unless the path is recorded.
+    path, with the fields before the removal. `hops` is None unless the path is recorded. `trace`: of its request, if
+    that is traced.
     """
 
     route: ItemRoute
@@ -110,6 +112,7 @@ class Traversal(Struct, eq=False):
     kept: dict[str, Fields] = field(default_factory=dict)
     outputs: dict[str, Fields] = field(default_factory=dict)
     dead: dict[str, Fields] | None = None
+    trace: Trace | None = None
     shared: Any = None  # data that children share: their parent counts its bytes
     behind_s: float = 0.0  # how much later a child may be served than others that arrive with it
 
@@ -264,6 +267,8 @@ class RunningNode:
         bucket = self._bucket(fields, data)
         nbytes = 0 if data is traversal.shared else nbytes_of(data)
         item = Item(visit, budget_s=traversal.budget_s(self.node.deadline_s), priority=traversal.priority)
+        if traversal.trace is not None:
+            item.trace = child_of(traversal.trace)
         if traversal.behind_s:
             item.behind_s = traversal.behind_s
         visit.call = self.server.submit(item, visit, bucket, nbytes)

@@ -150,7 +150,7 @@ _MAX_QUEUE: Final = 10_000  # records
 CLOSE_S: Final = 5.0  # for writing the queue at the end
 _REPORT_S: Final = 60.0  # between two messages that the log cannot be written
 _CONTROLS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in b"\t\n"}
-_EXTRAS: Final = ("request_id", "model", "version", "slot")
+_EXTRAS: Final = ("request_id", "trace_id", "span_id", "model", "version", "slot")
 
 
 class TextFormatter(logging.Formatter):

@@ -9,6 +9,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any, NoReturn, Self
 
+from penstock import tracing
 from penstock.core.arrays import nbytes_of
 from penstock.core.batching.entry import INF
 from penstock.core.contracts import Ticket
@@ -87,7 +88,7 @@ class BaseStreamer:
             return future
         if priority:
             _checked_priority(priority)
-        item = Item(items, rows=len(items), many=True, budget_s=deadline, priority=priority)
+        item = Item(items, rows=len(items), many=True, budget_s=deadline, priority=priority, source=tracing.caller())
         return self._portal.submit_item_as(self._model, item, convert)
 
     def statistics(self) -> dict[str, object]:
@@ -202,7 +203,7 @@ class ChunkedCall:
         self._sink = sink
         self._chunk_rows = chunk_rows
         self._deadline_s = None if item.budget_s is None else time.monotonic() + item.budget_s
-        self._priority = item.priority
+        self._priority, self._source = item.priority, item.source
         self._next = 0  # index of the first unsent item
         self._in_flight: dict[int, Ticket] = {}  # by index of the chunk's first item
         self._results: dict[int, list[Any]] = {}
@@ -221,6 +222,7 @@ class ChunkedCall:
             values = self._values[start : start + self._chunk_rows]
             budget_s = None if self._deadline_s is None else self._deadline_s - time.monotonic()
             item = Item(values, rows=len(values), many=True, budget_s=budget_s, priority=self._priority)
+            item.source = self._source
             try:
                 self._in_flight[start] = self._submit(item, partial(self._receive, start))
             except QueueFull:

@@ -133,7 +133,7 @@ def test_a_key_with_a_single_underscore_causes_a_warning(caplog: pytest.LogCaptu
     ("text", "message"),
     [
         ("[server]\nprot = 1\n", "server: unknown key 'prot'; did you mean 'port'?"),
-        ("[zzz]\n", "unknown section 'zzz'; known are server, limits, auth, logging, devices, models"),
+        ("[zzz]\n", "unknown section 'zzz'; known are server, limits, auth, logging, tracing, devices, models"),
         ('[modles.m]\ntarget = "a:b"\n', "unknown section 'modles'; did you mean 'models'?"),
         (
             MODEL + "[models.digits.batching]\nmax_batch = 1\n",

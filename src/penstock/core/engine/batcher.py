@@ -83,8 +83,7 @@ class Batcher:
         self._transport = transport
         self._config = config
         self._merger = PieceMerger(name, version)
-        listening = of_requests(observers)
-        self._notifier = Notifier(name, version, listening) if listening else None
+        self.observe(observers)
         self._quarantine = Quarantine(name, quarantine_s)
         self._ids = itertools.count(1)
         self._waiting: dict[int, Call] = {}  # queued, or at least partly running
@@ -100,6 +99,11 @@ class Batcher:
         self.on_broken: Callable[[], None] = lambda: None  # the scheduler failed: no more requests are accepted
         self.on_turn: Callable[[float], None] | None = None  # called with the time after each turn
         self.on_dispatch: Callable[[Dispatch], None] | None = None  # called before a batch is sent
+
+    def observe(self, observers: Sequence[Observer]) -> None:
+        """Reports to these observers from now on."""
+        listening = of_requests(observers)
+        self._notifier = Notifier(self.name, self.version, listening) if listening else None
 
     # ---- requests
 

@@ -148,7 +148,9 @@ def notify(observers: Sequence[Observer], hook: str, *arguments: object) -> None
             log.exception("observer_failed hook=%s observer=%s", hook, type(observer).__name__)
 
 
-REQUEST_HOOKS = ("on_answer", "on_served", "on_reject", "on_complete", "on_error", "on_model_metrics")
+REQUEST_HOOKS = (
+    "on_answer", "on_served", "on_reject", "on_complete", "on_error", "on_model_metrics", "on_traced", "on_traced_end",
+)  # fmt: skip
 
 
 def of_requests(observers: Sequence[Observer]) -> list[Observer]:
@@ -163,9 +165,15 @@ class Notifier:
         self._name, self._version = name, version
         self._observers = observers
         self._served_observers = overriding(observers, "on_served")
+        self._trace_observers = overriding(observers, "on_traced")
+        self._end_observers = overriding(observers, "on_traced_end") if self._trace_observers else []
 
     def ended(self, calls: Sequence[Call], now: float) -> None:
         """Reports ended requests by their `end`; called once for each request."""
+        for call in calls if self._end_observers else ():
+            if call.item.trace is not None:
+                times = call.entry.arrival_s, now
+                notify(self._end_observers, "on_traced_end", self._name, self._version, call.item, *times, call.end)
         latencies, failed = [now - c.entry.arrival_s for c in calls if c.end == "ok"], 0
         if len(latencies) < len(calls):
             for call in calls:
@@ -221,5 +229,10 @@ class Notifier:
             there = [entry for entry in sent.entries if entry.id in bad]
             record.failed_requests = [(running.sent_s - e.arrival_s, e.rows, bad[e.id]) for e in there]
         notify(self._observers, "on_complete", record)
+        if self._trace_observers:
+            calls = [call for call in running.calls if call.item.trace is not None]
+            if calls:
+                traced = [(call.item.trace, call.entry.arrival_s) for call in calls]
+                notify(self._trace_observers, "on_traced", record, now, traced)
         if part.metrics:
             notify(self._observers, "on_model_metrics", self._name, self._version, record.slot, part.metrics)

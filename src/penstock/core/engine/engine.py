@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
+from penstock import tracing
 from penstock.config.checks import check_model
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core.contracts import Observer, ServerSnapshot, Ticket, Transport
@@ -23,6 +24,7 @@ from penstock.core.engine.packages import provide
 from penstock.core.engine.registry import ModelRegistry, holder, version_order
 from penstock.core.engine.residency import ResidencyManager
 from penstock.core.engine.rules import devices_of, sequence_of
+from penstock.core.engine.tracing import RequestTracer
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import ConfigError, Conflict, LoadFailed, ModelNotReady
@@ -72,7 +74,10 @@ class Engine:
         """With `log_level`, the output and the log records of workers appear in the log of this process. `budgets`: the
         bytes of each device that models may use; they are then loaded when they are wanted."""
         self._limits = limits or LimitsConfig()
+        self._traced = tracing.tracer is not None
         self._observers = tuple(observers)
+        if tracing.tracer is not None:
+            self._observers += (RequestTracer(tracing.tracer),)
         self._registry: ModelRegistry[ModelHandle] = ModelRegistry()
         self._live: set[ModelHandle] = set()  # includes hidden ones, which load or drain
         self._pool: SlabPool | None = None
@@ -179,6 +184,7 @@ class Engine:
             wants_headers=wants_headers,
             capture_output=capture_output or bool(self.log_level),
             log_level=self.log_level,
+            traced=self._traced,
         )
         driver = self._direct_driver(name, config)
         transport: Transport
@@ -364,6 +370,7 @@ class Engine:
     def _submit_here(self, model: str, version: str | None, item: Item, sink: Sink) -> Ticket:
         """`submit` for a coroutine: `sink` is called on its loop, whichever thread answers."""
         loop = asyncio.get_running_loop()
+        item.source = tracing.caller()
 
         def on_loop(result: ItemResult) -> None:
             loop.call_soon_threadsafe(sink, result)

@@ -80,15 +80,13 @@ class ModelHandle:
         self.on_state: Callable[[], object] = lambda: None  # the state may have changed
         self._transport = transport
         self._max_queue_bytes = max_queue_bytes
-        self._observers = observers
-        self._arrival_observers = overriding(observers, "on_arrival")
-        self._request_observers = overriding(observers, "on_request")
         self.batcher: Batcher | None = None  # None before the first worker is up
         self.mode: Literal["batch", "continuous"] = "batch"
         self._full_rows = 0  # rows that run together: of a full batch, or of all active items
         self._broken = False
         self.sequences: SequenceTable | None = None  # of a model with `max_sequences`
         self.instances = Instances(spec, transport, devices, observers, self._on_up, self._on_change)
+        self.observe(observers)
         self.resident: ResidentModel | None = None  # of a model that an engine with budgets loads and unloads
         self.on_wanted: Callable[[], None] | None = None  # for a resident model: a request came while it is not up
         self._early = AdmissionQueue(self._rejected)  # requests that wait for the first worker
@@ -96,6 +94,15 @@ class ModelHandle:
         self.follow_load(spec.config.autoscale)
         if spec.config.transport not in ("inline", "thread"):
             self.instances.on_used = Upkeep(spec.config, self.instances).check
+
+    def observe(self, observers: Sequence[Observer]) -> None:
+        """Reports to these observers from now on."""
+        self._observers = self.instances.observers = observers
+        self._arrival_observers = overriding(observers, "on_arrival")
+        self._request_observers = overriding(observers, "on_request")
+        self._on_item = next((observer.on_item for observer in overriding(observers, "on_item")), None)
+        if self.batcher is not None:
+            self.batcher.observe(observers)
 
     # ---- lifecycle
 
@@ -237,6 +244,11 @@ class ModelHandle:
         if self._arrival_observers:
             notify(self._arrival_observers, "on_arrival", self.name, self.version)
         try:
+            if self._on_item is not None:
+                try:
+                    self._on_item(item)
+                except Exception:
+                    log.exception("observer_failed hook=on_item")
             batcher = self.batcher
             if batcher is None or self.state != "READY":
                 if self.state == "IDLE" and self.on_wanted is not None:
@@ -266,6 +278,9 @@ class ModelHandle:
             return batcher.submit(item, sink, bucket, nbytes)
         except Exception as e:
             self._rejected(reason_of(e))
+            if item.trace is not None:
+                now = time.monotonic()
+                notify(self._observers, "on_traced_end", self.name, self.version, item, now, now, reason_of(e))
             raise
 
     def _wait(self, item: Item, sink: Sink) -> WaitingRequest:

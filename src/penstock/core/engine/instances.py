@@ -68,7 +68,7 @@ class Instances:
     ) -> None:
         self._spec = spec
         self._transport = transport
-        self._observers = observers
+        self.observers = observers
         self._on_up, self._on_change = on_up, on_change
         self._slots = {slot: Instance(device) for slot, device in enumerate(devices)}
         self.full = len(devices)
@@ -367,7 +367,7 @@ class Instances:
         if (scheduler := self._scheduler()) is not None:
             scheduler.slot_up(slot, time.monotonic(), ready.concurrency)
         self.on_started(max(0.0, seconds))
-        notify(self._observers, "on_load", self._spec.name, self._spec.version, slot, max(0.0, seconds))
+        notify(self.observers, "on_load", self._spec.name, self._spec.version, slot, max(0.0, seconds))
         self.note(slot, "ready")
         if ready.metrics:
             self.slot_metrics(slot, ready.metrics)
@@ -392,7 +392,7 @@ class Instances:
             )
 
     def slot_metrics(self, slot: int, deltas: list[MetricDelta]) -> None:
-        notify(self._observers, "on_model_metrics", self._spec.name, self._spec.version, slot, deltas)
+        notify(self.observers, "on_model_metrics", self._spec.name, self._spec.version, slot, deltas)
 
     def slot_used(self, slot: int, requests: int) -> None:
         self.on_used(slot, requests)
@@ -430,7 +430,7 @@ class Instances:
 
     def note(self, slot: int, state: str) -> None:
         """Reports an event of a worker to the observers; see `Observer.on_worker`."""
-        notify(self._observers, "on_worker", self._spec.name, self._spec.version, slot, state)
+        notify(self.observers, "on_worker", self._spec.name, self._spec.version, slot, state)
 
 
 def _load_error(error: Exception, what: str) -> PenstockError:

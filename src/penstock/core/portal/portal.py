@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from penstock import tracing
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core import os_threads
 from penstock.core.contracts import Observer
@@ -139,12 +140,14 @@ class Portal:
         inbox.refuse_to_block()
         waiter = self._waiter(thread)
         item = Item(list(items), rows=len(items), many=True, budget_s=budget_s, priority=priority)
+        item.source = tracing.caller()
         result = self._wait(inbox, waiter, timeout_s, model, item)
         return every_item(result) if return_exceptions else all_items(result)
 
     def submit(self, model: str, item: Any, *, budget_s: float | None = None, priority: int = 0) -> Future:
         """A future for the result of one item."""
-        return self.submit_item_as(model, Item(item, budget_s=budget_s, priority=priority), the_item)
+        one = Item(item, budget_s=budget_s, priority=priority, source=tracing.caller())
+        return self.submit_item_as(model, one, the_item)
 
     def submit_item(self, model: str, item: Item, caller: Caller) -> None:
         """Queues one item; `caller` is called on the thread that answers."""

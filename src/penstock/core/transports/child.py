@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NoReturn
 
+from penstock import tracing
 from penstock.core.transports.concurrent import ConcurrentBatches
 from penstock.core.transports.turns import Turns
 from penstock.core.wire.lending import LENT_BYTES, Region
@@ -340,6 +341,8 @@ def _open(hello: Frame) -> tuple[BatchRunner, Ready, bool]:
     spec = unpack_spec(hello.buffers[0], files, main)
     if spec.log_level:
         forward(spec.log_level)
+    if spec.traced:
+        tracing.relay()
     return *open_model(spec, device, shown_device), spec.lends
 
 

@@ -19,6 +19,7 @@ from msgspec import Struct
 from penstock import metrics
 from penstock.core.wire.messages import LARGE_BYTES, Buffer, MessageWriter, PartMessage, RunBatch, WorkerNews, write
 from penstock.core.wire.slabs import HeldSlabs, Lease, SlabPool
+from penstock.core.worker import logs
 from penstock.core.worker.batch import STREAMED, BatchRun, Decoded
 from penstock.core.worker.loop import BatchRunner
 from penstock.errors import ENDS, Cancelled, PenstockError
@@ -93,12 +94,15 @@ class ConcurrentBatch:
         run.d.values = []  # only the model keeps the memory that the values refer to
         try:
             assert self._runner.model.submit is not None
+            logs.running.items = [items[owners[u]] for u in self._asked]
             end = self._runner.model.submit(values, budgets, self._answer)
         except ENDS:
             raise
         except BaseException as e:
             self._fail(self._runner.error_of(e))
             return
+        finally:
+            logs.running.items = ()
         with self._lock:
             if self._open:
                 self._end = end

@@ -117,15 +117,14 @@ class Output:
 
     def _log_record(self, line: bytes) -> None:
         try:
-            level, name, ids, text = read(line)
+            level, name, ids, traces, text = read(line)
         except msgspec.DecodeError:  # interrupted by other output
             log.info("%s", line[:LINE_BYTES].decode("utf-8", "replace"), extra=self._whose)
             return
         root = logging.getLogger()  # no logger of that name: a model may invent any number
         if root.isEnabledFor(level):
-            root.handle(
-                root.makeRecord(name, level, "", 0, "%s", (text,), None, extra={**self._whose, "request_id": ids})
-            )
+            extra = {**self._whose, "request_id": ids, "trace_id": traces}
+            root.handle(root.makeRecord(name, level, "", 0, "%s", (text,), None, extra=extra))
 
     def _drop(self, lines: int) -> None:
         self._dropped += lines

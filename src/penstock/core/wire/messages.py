@@ -317,6 +317,7 @@ class MessageWriter:
                 item = Item(
                     payload, item.codec, item.content_type, item.rows, item.many, item.request_id, headers, start,
                     stop, item.budget_s, sequence=item.sequence, ended=item.ended, head_bytes=item.head_bytes,
+                    trace=item.trace,
                 )  # fmt: skip
             packed.append(item)
         return packed

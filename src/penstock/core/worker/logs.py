@@ -29,10 +29,12 @@ class _Forward(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             ids = [item.request_id for item in running.items if item.request_id]
+            traces = [item.trace.id for item in running.items if item.trace is not None]
             text = self.format(record)
             if len(text) > _MAX_TEXT:  # the end of a traceback names the error
                 text = f"{text[: _MAX_TEXT // 2]} ... {text[-_MAX_TEXT // 2 :]}"
-            fields = (record.levelno, record.name, ",".join(ids[:_MAX_IDS]), text.encode(errors="replace").decode())
+            both = [",".join(each[:_MAX_IDS]) for each in (ids, traces)]
+            fields = (record.levelno, record.name, *both, text.encode(errors="replace").decode())
             if sys.stdout is not None:
                 sys.stdout.flush()
             os.write(2, MARK + msgspec.json.encode(fields) + b"\n")
@@ -47,6 +49,6 @@ def forward(level: str) -> None:
     root.setLevel(level.upper())
 
 
-def read(line: bytes) -> tuple[int, str, str, str]:
-    """(level, logger, request ids, text) of a line after its mark. Raises msgspec.DecodeError."""
-    return msgspec.json.decode(line, type=tuple[int, str, str, str])
+def read(line: bytes) -> tuple[int, str, str, str, str]:
+    """(level, logger, request ids, trace ids, text) of a line after its mark. Raises msgspec.DecodeError."""
+    return msgspec.json.decode(line, type=tuple[int, str, str, str, str])

@@ -31,4 +31,5 @@ class WorkerSpec(Struct):
     wants_headers: bool = False
     capture_output: bool = False  # log the output of a worker process, line by line, to "penstock.model"
     lends: bool = False  # large objects stay in shared memory, see `wire.lending`
+    traced: bool = False  # spans of a worker process leave with its metrics
     log_level: str = ""  # also log the records of a worker process from this level on, under their own names; "": none

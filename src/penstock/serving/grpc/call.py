@@ -38,7 +38,7 @@ from penstock.serving.http2.frames import (
 )
 from penstock.serving.http2.streams import NO_SPACE, RECEIVE_WINDOW, Stream, StreamSet
 from penstock.serving.protocols.bodies import data_of, free
-from penstock.types import Headers
+from penstock.types import Headers, Trace
 
 SPACE_BYTES: Final = 2**30  # granted at once: a window has less than 2^31
 SMALL_HEAD: Final = 2**10  # decoded metadata up to this size is not counted
@@ -75,6 +75,7 @@ class CallOwner(Protocol):
 class GrpcCall(Stream):
     """A call, from its headers to its status. Methods get it as their second argument."""
 
+    trace: Trace | None = None  # of its last request that is traced
     on_cancel: Callable[[], object] | None = None  # ends the work for a client that left
     seen = 0  # bytes received up to the last sweep
     rest_at = INF  # the time by which the rest of a message must arrive
@@ -99,6 +100,11 @@ class GrpcCall(Stream):
     @property
     def metadata(self) -> Headers:
         return self.head.metadata
+
+    @property
+    def traceparent(self) -> str:
+        """Of the caller's span, "" without one."""
+        return self.head.traceparent
 
     def pseudo_headers(self) -> Headers:
         """What the metadata do not say, see `penstock.request`."""

@@ -77,7 +77,7 @@ class _Request(Struct):
     def log(self, error: PenstockError) -> None:
         """Logs a failure of the server, as HTTP does."""
         if (status := status_of(error)) >= 500:
-            log_failure((self.model, self.version), self.item.request_id, status, error)
+            log_failure((self.model, self.version), self.item.request_id, status, error, self.item.trace)
 
 
 class OpenInferenceService:

@@ -195,6 +195,7 @@ class CallHead(Struct):
     status: int  # of HTTP, for a request that is not gRPC; 0 for a call
     nbytes: int  # of the decoded metadata
     authorization: bytes | None
+    traceparent: str = ""
     terms: Any = None  # what a service has read of the metadata, and keeps for the later calls
 
 
@@ -219,9 +220,10 @@ def read_head(headers: Headers, find: Callable[[str], Method | None]) -> CallHea
             return None
         timeout_s = min(int(timeout[:-1]) * UNITS[timeout[-1:]], LONGEST_S)
     nbytes = len(path) + sum([FIELD_BYTES + len(name) + len(value) for name, value in metadata])
-    token = next((value for name, value in metadata if name == b"authorization"), None)
+    named = {name: value for name, value in metadata if name in (b"authorization", b"traceparent")}
     encoding = own.get(b"grpc-encoding", b"identity")
-    return CallHead(path, find(path), metadata, timeout_s, encoding, status, nbytes, token)
+    token, trace = named.get(b"authorization"), named.get(b"traceparent", b"").decode("latin-1")
+    return CallHead(path, find(path), metadata, timeout_s, encoding, status, nbytes, token, trace)
 
 
 def _decoded(value: bytes) -> bytes:

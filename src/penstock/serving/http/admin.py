@@ -15,7 +15,6 @@ from penstock.serving.protocols.routes import PING
 from penstock.types import ItemResult, ModelStatus
 
 MOST_BATCHES: Final = 1000  # in one response of /debug/batches
-METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 # examples in the errors of bodies
 _TARGET: Final = '{"target": "app.py:Model"}'
@@ -27,15 +26,18 @@ T = TypeVar("T")
 
 
 def metrics_routes(
-    scrape: Callable[[], Awaitable[bytes]], batches: Callable[[str | None, int], bytes]
+    scrape: Callable[[bytes], Awaitable[tuple[bytes, str]]], batches: Callable[[str | None, int], bytes]
 ) -> tuple[Template, ...]:
-    """GET /metrics: the result of `scrape`, in the Prometheus text format. GET /debug/batches: recent batches as JSON.
+    """GET /metrics: the result of `scrape`, which receives the header Accept. GET /debug/batches: recent batches as
+    JSON.
 
     `batches` receives ?model= (None: all models) and ?limit= (1 to 1000, default 100), newest first.
     """
 
     async def metrics(request: HttpRequest) -> ItemResult:
-        return ItemResult(body=await scrape(), content_type=METRICS_TYPE)
+        accepted = b",".join(value for name, value in request.headers if name.lower() == b"accept")
+        body, content_type = await scrape(accepted)
+        return ItemResult(body=body, content_type=content_type)
 
     async def last_batches(request: HttpRequest) -> ItemResult:
         asked = {key: values[-1] for key, values in request.query.items()}

@@ -39,7 +39,7 @@ from penstock.serving.protocols import oip_routes
 from penstock.serving.protocols.bodies import BASE64, ERROR_CODE, JSON, PART_TYPE, UnsupportedCoding
 from penstock.serving.protocols.route import Route
 from penstock.serving.protocols.routes import error_body_of
-from penstock.types import ItemResult
+from penstock.types import ItemResult, Trace
 
 log = logging.getLogger("penstock.serving")
 
@@ -179,7 +179,9 @@ def error_result(error: PenstockError, error_body: Callable[[PenstockError], byt
     return ItemResult(body=error_body(error), content_type=JSON, status=status, headers=headers)
 
 
-def log_failure(where: tuple[str, str | None], request_id: str, status: int, error: PenstockError) -> None:
+def log_failure(
+    where: tuple[str, str | None], request_id: str, status: int, error: PenstockError, trace: Trace | None = None
+) -> None:
     """The line of a request that the server could not serve; `where` is model ("" for a management route) and version.
 
     The last line of an error's detail is the message of the model's exception, which clients do not receive.
@@ -191,7 +193,7 @@ def log_failure(where: tuple[str, str | None], request_id: str, status: int, err
         logging.ERROR if status == 500 else logging.WARNING,
         "event=request_failed model=%s version=%s status=%d cause=%r",
         *(model, version or "default", status, cause[:MAX_CAUSE]),
-        extra={"request_id": request_id},
+        extra={"request_id": request_id} | ({} if trace is None else {"trace_id": trace.id, "span_id": trace.span}),
     )
 
 
@@ -260,6 +262,8 @@ class RequestOptions:
     budget_s: float | None = None
     priority: int = 0
     request_id: str = ""
+    traceparent: str = ""
+    trace: Trace | None = None  # its span, if it is traced
     sse = False
     cors: bytes = b""  # header lines for the web page that sent the request
     plain = True  # no option asks for more than a cached head, a length and the body
@@ -357,7 +361,7 @@ class ResponseFraming(RequestOptions):
         """Logs a 5xx, except of a health check, whose job is to report it."""
         route = self.route
         if status >= 500 and route is not None and not self._answers_at_once:
-            log_failure((route.model, route.version), self.request_id, status, error)
+            log_failure((route.model, route.version), self.request_id, status, error, self.trace)
 
     @property
     def _answers_at_once(self) -> bool:

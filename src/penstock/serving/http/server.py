@@ -204,6 +204,8 @@ def read_special(options: RequestOptions, route: Route, special: dict[bytes, byt
     """
     get = special.get
     options.request_id = parse_request_id(get(b"x-request-id", b""))
+    if (traceparent := get(b"traceparent")) is not None:
+        options.traceparent = traceparent.decode("latin-1")
     template = route.template  # one whose body names the model has its own streams
     own = template.name_of is not None or template.own_events
     options.sse = b"text/event-stream" in get(b"accept", b"") and bool(template.codec) and not own

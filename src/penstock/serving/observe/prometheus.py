@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
+from penstock import tracing
 from penstock._version import __version__
 from penstock.core.contracts import BatchRecord, ModelSnapshot, Observer, ServerSnapshot
 from penstock.errors import PenstockError
@@ -20,10 +21,13 @@ from penstock.serving.observe.readings import Work
 from penstock.serving.observe.series import SeriesTable
 from penstock.serving.observe.system import FurtherMetrics, SystemMetrics
 from penstock.serving.observe.text import Family, Histogram, Page
-from penstock.types import MetricDelta
+from penstock.tracing import SPAN
+from penstock.types import Item, MetricDelta
 
 log = logging.getLogger("penstock.serving")
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 FILL = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
@@ -216,7 +220,7 @@ class PrometheusObserver(Observer):
         self._further = further
         self._system = SystemMetrics(further)
         self._scraping = asyncio.Lock()
-        self._next: asyncio.Task[bytes] | None = None  # the page that has not begun
+        self._next: dict[bool, asyncio.Task[bytes]] = {}  # the pages that have not begun, by `openmetrics`
 
     def _model(self, model: str, version: str) -> _Model:
         found = self._models.get((model, version))
@@ -274,6 +278,13 @@ class PrometheusObserver(Observer):
         for key in self._unloaded.expired(self._clock()):
             del self._models[key]
 
+    def on_traced_end(
+        self, model: str, version: str, item: Item, arrival_s: float, ended_s: float, outcome: str
+    ) -> None:
+        if item.trace is not None and outcome in ("ok", "failed"):
+            latency = self._model(model, version).histograms["latency"]
+            latency.exemplify(ended_s - arrival_s, item.trace.id, time.time())
+
     def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
         self._custom.add(model, version, deltas)
 
@@ -320,26 +331,29 @@ class PrometheusObserver(Observer):
         now = self.read()
         return self._page(now) + self._system.text(now.models)
 
-    async def scrape(self) -> bytes:
-        """The page; the machine's metrics are read on another thread.
+    async def scrape(self, accepted: bytes = b"") -> tuple[bytes, str]:
+        """The page and its content type; the machine's metrics are read on another thread. It is OpenMetrics, with
+        exemplars, while requests are traced and the client has `accepted` that.
 
         One page is written at a time, and callers that arrive before it begins share it: many would stop the server.
         """
-        if self._next is None:
-            self._next = asyncio.get_running_loop().create_task(self._scrape())
-        return await asyncio.shield(self._next)
+        # Triton's counters have names that OpenMetrics does not allow
+        openmetrics = tracing.tracer is not None and b"application/openmetrics-text" in accepted and not self._further
+        if openmetrics not in self._next:
+            self._next[openmetrics] = asyncio.get_running_loop().create_task(self._scrape(openmetrics))
+        return await asyncio.shield(self._next[openmetrics]), OPENMETRICS_TYPE if openmetrics else METRICS_TYPE
 
-    async def _scrape(self) -> bytes:
+    async def _scrape(self, openmetrics: bool) -> bytes:
         async with self._scraping:
-            self._next = None
+            del self._next[openmetrics]
             now = self.read()
-            page = self._page(now)
-            return page + await self._system.on_thread(now.models)
+            page = self._page(now, openmetrics)
+            return page + await self._system.on_thread(now.models, openmetrics)
 
-    def _page(self, now: ServerSnapshot) -> bytes:
+    def _page(self, now: ServerSnapshot, openmetrics: bool = False) -> bytes:
         """The part without the machine's metrics, written in one step for consistent numbers."""
         self._drop_expired()
-        page, models = Page(), self._models
+        page, models = Page(openmetrics=openmetrics), self._models
         for name, family in _COUNTERS:
             page.write(family, ((key, getattr(m, name)) for key, m in models.items()))
         for name, family in _BY_LABEL:
@@ -407,6 +421,8 @@ class CustomMetrics:
 
     def add(self, model: str, version: str, deltas: Sequence[MetricDelta]) -> None:
         for d in deltas:
+            if d.kind == SPAN:
+                continue
             labels = tuple(sorted({**d.labels, "model": model, "version": version}.items()))
             self._table.change(_custom(d.kind, d.name), labels, (d.value,), (model, version))
 

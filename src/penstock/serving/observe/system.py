@@ -10,6 +10,7 @@ from typing import Protocol
 
 import psutil
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_of
 
 from penstock.core.contracts import ModelSnapshot
 from penstock.core.os_threads import usable_cores
@@ -54,15 +55,16 @@ class SystemMetrics:
         ProcessCollector(registry=self._own)
         self._thread = ThreadPoolExecutor(1, "penstock-system-metrics")
 
-    async def on_thread(self, models: Iterable[ModelSnapshot]) -> bytes:
+    async def on_thread(self, models: Iterable[ModelSnapshot], openmetrics: bool = False) -> bytes:
         """Calls `text` on another thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.text, models)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.text, models, openmetrics)
 
-    def text(self, models: Iterable[ModelSnapshot]) -> bytes:
-        """This part of the page: all of `write`, and the `process_*` metrics of the server process."""
-        page = Page()
+    def text(self, models: Iterable[ModelSnapshot], openmetrics: bool = False) -> bytes:
+        """This part of the page, its end: all of `write`, and the `process_*` metrics of the server process."""
+        page = Page(openmetrics=openmetrics)
         self.write(page, models)
-        return page.encode() + generate_latest(self._own)
+        own = openmetrics_of if openmetrics else generate_latest
+        return page.encode() + own(self._own)
 
     def write(self, page: Page, models: Iterable[ModelSnapshot]) -> None:
         workers = list(self._workers(models))

@@ -38,13 +38,17 @@ def _layout(bounds: tuple[float, ...]) -> tuple[NDArray[np.float64], list[str]]:
 
 
 class Histogram:
-    """Counts of values by bucket. New values are buffered and counted in bulk, at the latest by `read`."""
+    """Counts of values by bucket. New values are buffered and counted in bulk, at the latest by `read`.
+
+    `exemplars`: what OpenMetrics shows behind a bucket, by its place.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds, self._names = _layout(tuple(bounds))
         self._counts = np.zeros(len(bounds) + 1, dtype=np.int64)
         self._sum = 0.0
         self._new: list[float] = []
+        self.exemplars: dict[int, str] = {}
 
     def extend(self, values: Sequence[float]) -> None:
         self._new.extend(values)
@@ -53,6 +57,11 @@ class Histogram:
 
     def add(self, value: float) -> None:
         self.extend((value,))
+
+    def exemplify(self, value: float, trace: str, time_s: float) -> None:
+        """Makes a traced value, which was added too, the exemplar of its bucket."""
+        place = int(np.searchsorted(self._bounds, value, side="left"))
+        self.exemplars[place] = f' # {{trace_id="{trace}"}} {value!r} {time_s:.3f}'
 
     def _fold(self) -> None:
         values, self._new = np.asarray(self._new, dtype=np.float64), []
@@ -70,14 +79,17 @@ class Histogram:
 class Page:
     """A page under construction. The samples of a family must follow the family directly.
 
-    `end` follows the last label: Prometheus's client for Java writes a comma there.
+    `end` follows the last label: Prometheus's client for Java writes a comma there. `openmetrics`: in that format,
+    which has exemplars, but without its last line.
     """
 
-    def __init__(self, end: str = "") -> None:
+    def __init__(self, end: str = "", openmetrics: bool = False) -> None:
         self._lines: list[str] = []
-        self._end = end
+        self._end, self._openmetrics = end, openmetrics
 
     def family(self, name: str, kind: str, help: str) -> None:
+        if self._openmetrics and kind == "counter":
+            name = name.removesuffix("_total")
         self._lines.append(f"# HELP {name} {help}\n# TYPE {name} {kind}\n")
 
     def sample(self, name: str, labels: Labels, value: float | Histogram) -> None:
@@ -92,7 +104,14 @@ class Page:
         text = joined(labels)
         prefix = f"{name}_bucket{{{text}," if text else f"{name}_bucket{{"
         braces = f"{{{text}{self._end}}}" if text else ""
-        self._lines += [f'{prefix}le="{bound}"{self._end}}} {count}\n' for bound, count in counts]
+        if self._openmetrics:  # its numbers are written as floats
+            bounds = [bound if bound == "+Inf" else repr(float(bound)) for bound, _ in counts]
+            behind = [values.exemplars.get(place, "") for place in range(len(counts))]
+            numbers = [count for _, count in counts]
+            rows = zip(bounds, numbers, behind, strict=True)
+            self._lines += [f'{prefix}le="{bound}"}} {count}{exemplar}\n' for bound, count, exemplar in rows]
+        else:
+            self._lines += [f'{prefix}le="{bound}"{self._end}}} {count}\n' for bound, count in counts]
         self._lines.append(f"{name}_count{braces} {counts[-1][1]}\n{name}_sum{braces} {number(total)}\n")
 
     def write(self, family: Family, samples: Iterable[tuple[Sequence[str], float | Histogram]]) -> None:

@@ -43,8 +43,8 @@ TEMPLATES: Final = (
 
 SPECIAL_NAMES: Final = frozenset(
     {
-        b"accept", b"authorization", b"connection", b"expect", b"idempotency-key", b"origin", b"transfer-encoding",
-        b"x-deadline-ms", b"x-priority", b"x-request-id", CONTENT_ENCODING,
+        b"accept", b"authorization", b"connection", b"expect", b"idempotency-key", b"origin", b"traceparent",
+        b"transfer-encoding", b"x-deadline-ms", b"x-priority", b"x-request-id", CONTENT_ENCODING,
     }
     | {name for template in TEMPLATES for name in template.select_headers}
 )  # fmt: skip

@@ -37,6 +37,7 @@ from penstock.streamer.redis.protocol import (
     load_replies,
 )
 from penstock.streamer.redis.requests import Group, PendingCall, PendingRequests, queue_full
+from penstock.tracing import PRODUCER, traced
 from penstock.types import Item, Sink
 
 LOOKUP_ENTRIES = 1000  # per command or script
@@ -141,7 +142,8 @@ class RequestSender:
             budget_ms = min(max(int((call.ends_s - now) * 1000), 0), MAX_BUDGET_MS)
             arguments.append(len(group))
             for entry in group:
-                header = RequestHeader(VERSION, self._client, entry.number, budget_ms, call.priority, call.due)
+                whose = VERSION, self._client, entry.number
+                header = RequestHeader(*whose, budget_ms, call.priority, call.due, call.traceparent)
                 arguments += (dump(header), entry.payload)
         return arguments
 
@@ -321,6 +323,7 @@ class BrokerClient(ChunkingBackend):
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         values = item.payload if item.many else [item.payload]
         self._requests.check_room(len(values))
+        sink = traced(f"publish {self._keys.prefix}".strip(), PRODUCER, item, sink)
         call = PendingCall(
             sink,
             item,

@@ -13,12 +13,11 @@ from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend
 from penstock.core.engine.engine import Engine
 from penstock.errors import PenstockError
-from penstock.serving.http.admin import METRICS_TYPE
 from penstock.serving.http.auth import OriginPolicy
 from penstock.serving.http.dashboard import Dashboard
 from penstock.serving.http.server import HttpServer, NativeFlavor
 from penstock.serving.observe.history import History
-from penstock.serving.observe.prometheus import PrometheusObserver
+from penstock.serving.observe.prometheus import METRICS_TYPE, PrometheusObserver
 from penstock.serving.observe.text import Family, Page
 from penstock.serving.protocols.route import HttpRequest, Template, methods_route
 from penstock.serving.protocols.routes import TEMPLATES
@@ -190,7 +189,7 @@ async def worker_listening(
     ticks = asyncio.get_running_loop().create_task(dashboard.run())
 
     async def scrape() -> bytes:
-        model, state = await asyncio.gather(observer.scrape(), queues.scrape())
+        (model, _), state = await asyncio.gather(observer.scrape(), queues.scrape())
         return model + worker_page(prefix, worker.statistics()) + state
 
     try:

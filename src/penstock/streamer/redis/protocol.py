@@ -61,7 +61,7 @@ class RequestHeader(Struct, array_like=True, frozen=True):
     """The sender of a request, and how long it waits: `budget_ms` from the time when the broker assigned the id.
 
     With `due`, the caller set a deadline, which may decide the order of requests; otherwise `budget_ms` is only the
-    longest wait, and requests run in order of arrival.
+    longest wait, and requests run in order of arrival. `traceparent`: of the caller's span, if it is traced.
     """
 
     version: int
@@ -70,6 +70,7 @@ class RequestHeader(Struct, array_like=True, frozen=True):
     budget_ms: Annotated[int, Meta(ge=0, le=MAX_BUDGET_MS)]
     priority: Annotated[int, Meta(ge=0, le=255)] = 0
     due: bool = False
+    traceparent: str = ""
 
 
 class WireError(Struct, array_like=True, frozen=True):

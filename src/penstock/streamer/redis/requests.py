@@ -14,6 +14,7 @@ from msgspec import Struct
 from penstock.errors import BadRequest, PayloadTooLarge, PenstockError, QueueFull
 from penstock.streamer.redis.codec import decode, encode
 from penstock.streamer.redis.protocol import BrokerReply, from_wire
+from penstock.tracing import traceparent_of
 from penstock.types import Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.streamer")
@@ -65,6 +66,7 @@ class PendingCall:
         self.began_s = time.monotonic()
         self.entries: list[QueueEntry] = []
         self.timer: asyncio.TimerHandle | None = None
+        self.traceparent = "" if item.trace is None else traceparent_of(item.trace)
         self._many = item.many
         self._missing = len(item.payload) if item.many else 1
         self.values: list[Any] = [None] * self._missing

@@ -41,6 +41,7 @@ from penstock.streamer.redis.protocol import (
     parse_entry,
     to_wire,
 )
+from penstock.tracing import Caller
 from penstock.types import Item, ItemResult
 
 # ---- replies, and entries that are handed back
@@ -398,7 +399,8 @@ class BrokerWorker:
             return
         try:
             budget_s = left_s if header.due else None
-            item = Item(payload, self._codec, budget_s=budget_s, priority=header.priority)
+            source = Caller(header.traceparent) if header.traceparent else None
+            item = Item(payload, self._codec, budget_s=budget_s, priority=header.priority, source=source)
             self._backend.submit(self._model, None, item, lease)
         except (ModelNotReady, QueueFull):  # no instance is ready any more
             self._writer.release(lease)

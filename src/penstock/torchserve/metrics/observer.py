@@ -169,7 +169,7 @@ class TorchServeMetrics(Observer):
         """The page in the Prometheus text format, TorchServe's metrics first; only `names` if there are any."""
         self._flush()
         page: bytes = await asyncio.get_running_loop().run_in_executor(self._thread, self._writer.page)
-        page += await self.penstock.scrape()
+        page += (await self.penstock.scrape())[0]
         return filter_page(page, names) if names else page
 
     async def run(self) -> None:

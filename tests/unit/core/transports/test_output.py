@@ -13,7 +13,7 @@ import pytest
 from penstock.core.transports import output
 from penstock.core.worker import logs as worker_logs
 from penstock.plugins import resolve
-from penstock.types import Item
+from penstock.types import Item, Trace
 from support.transports import TransportHarness
 
 
@@ -62,28 +62,31 @@ async def test_each_line_is_a_log_record_with_its_worker(caplog):
 
 
 async def test_a_log_record_of_the_worker_keeps_level_logger_and_request_ids(caplog, monkeypatch):
-    records = [(logging.WARNING, "my.model", "a,b", "two\nlines"), (logging.ERROR, "x", "", "y" * 9_000)]
+    records = [(logging.WARNING, "my.model", "a,b", "0af7", "two\nlines"), (logging.ERROR, "x", "", "", "y" * 9_000)]
     lines = [worker_logs.MARK + msgspec.json.encode(each) + b"\n" for each in records]
     printer = Printer(caplog)
     await printer.write(b"print\nno newline" + lines[0] + lines[1][:5_000])
     await printer.write(lines[1][5_000:] + worker_logs.MARK + b'[20, "cut by other out\nput\n')
     assert await printer.until(4) == ["print", "no newline", '[20, "cut by other out', "put"]
     printer.close()
-    found = [(r.levelno, r.name, getattr(r, "request_id", ""), r.getMessage()) for r in caplog.records]
-    assert found[2:4] == records
+    found = [(r.levelno, r.name, r.request_id, r.trace_id, r.getMessage()) for r in caplog.records[2:4]]
+    assert found == records
     assert {(r.model, r.version, r.slot) for r in caplog.records} == {("m", "1", 3)}
+
+
+ITEMS = [Item(b"", request_id="a"), Item(b"", trace=Trace("0af7", "b7ad")), Item(b"", request_id="b")]
 
 
 def test_a_worker_forwards_records_with_the_ids_of_its_batch(capfdbinary, monkeypatch):
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     worker_logs.forward("info")
-    monkeypatch.setattr(worker_logs.running, "items", [Item(b"", request_id=name) for name in ("a", "", "b")])
+    monkeypatch.setattr(worker_logs.running, "items", ITEMS)
     logging.getLogger("my.model").info("z" * 9_000 + "\ud800")
     logging.getLogger("my.model").debug("unseen")
     (line,) = capfdbinary.readouterr().err.splitlines()
-    level, name, ids, text = worker_logs.read(line.removeprefix(worker_logs.MARK))
-    assert (level, name, ids) == (logging.INFO, "my.model", "a,b")
+    level, name, ids, traces, text = worker_logs.read(line.removeprefix(worker_logs.MARK))
+    assert (level, name, ids, traces) == (logging.INFO, "my.model", "a,b", "0af7")
     assert text.startswith("zzz")
     assert text.endswith("zzz?")
     assert 8_000 < len(text) < 8_300

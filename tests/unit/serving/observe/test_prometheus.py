@@ -9,14 +9,16 @@ from types import ModuleType
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock import tracing
 from penstock.core.contracts import BatchRecord, ModelSnapshot, Observer, ServerSnapshot
 from penstock.core.engine.calls import overriding
 from penstock.serving.observe.prometheus import MAX_GONE, PrometheusObserver
 from penstock.serving.observe.recorders import BatchRecords
 from penstock.serving.triton.statistics import ModelStatistics
-from penstock.types import MetricDelta, ModelStatus
+from penstock.types import Item, MetricDelta, ModelStatus, Trace
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -221,7 +223,7 @@ async def test_a_hanging_gpu_delays_only_the_page(
         await asyncio.sleep(0.001)
     assert not page.done()
     ill.set()
-    assert b"penstock_requests_total" in await page
+    assert b"penstock_requests_total" in (await page)[0]
 
 
 def test_only_observers_that_listen_are_called_for_each_request() -> None:
@@ -249,6 +251,26 @@ async def test_scrapes_at_the_same_time_share_a_page_that_is_not_older_than_any_
     await asyncio.sleep(0)
     cancelled.cancel()
     for scrapes, arrived in ((first, 1), (later, 2)):
-        for page in await asyncio.gather(*scrapes):
+        for page, _ in await asyncio.gather(*scrapes):
             assert b'penstock_requests_total{model="m",version="1"} %d\n' % arrived in page
     assert reads == 2
+
+
+async def test_openmetrics_with_exemplars_is_served_while_requests_are_traced_and_only_to_who_accepts_it(
+    busy: Callable[..., PrometheusObserver], one_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observer, wants = busy(), b"application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.2"
+    trace = Trace("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
+    observer.on_traced_end("m", "1", Item(b"", trace=trace), 10.0, 10.2, "ok")
+    assert (await observer.scrape(wants))[1].startswith("text/plain")
+    monkeypatch.setattr(tracing, "tracer", tracing.Tracer(print))
+    assert (await observer.scrape(b"*/*"))[1].startswith("text/plain")
+    page, kind = await observer.scrape(wants)
+    assert kind.startswith("application/openmetrics-text")
+    found = {family.name: family for family in openmetrics(page.decode())}
+    plain = text_string_to_metric_families((await observer.scrape())[0].decode())
+    assert found.keys() == {family.name for family in plain}
+    buckets = found["penstock_request_seconds"].samples
+    (exemplar,) = [(s.labels["le"], s.exemplar) for s in buckets if s.exemplar is not None]
+    assert exemplar[0] == "0.25"
+    assert (exemplar[1].labels, exemplar[1].value) == ({"trace_id": trace.id}, pytest.approx(0.2))
