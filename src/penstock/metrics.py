@@ -10,14 +10,18 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
+from typing import Any
 
 from penstock.errors import plain
+from penstock.plugins import load_object
 from penstock.types import MetricDelta
 
 MAX_TIMINGS = 10_000  # timings between two batches, and as many records; further ones are dropped
 MAX_SERIES = 1_000
 
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of `page`
+_EMBEDDED = "penstock.serving.observe.embedded"
 _RESERVED = ("penstock_", "process_")
 _good_names: set[str] = set()
 
@@ -138,6 +142,26 @@ def timings(name: str, seconds: Iterable[float], **labels: object) -> None:
     _check_name(name)
     key = ("timer", name, tuple(sorted((k, plain(v)) for k, v in labels.items())))
     _current().add_timings(key, seconds)
+
+
+# ---- the metrics of models in this program
+
+
+def page(target: object) -> bytes:
+    """The metrics of a Streamer, an Engine, a Portal or an InferenceApp in the Prometheus text format, for a route of
+    your own. Counters begin with the first call for this target. Raises TypeError for other objects.
+
+    For an Engine and its app, call it on their event loop.
+    """
+    return load_object(f"{_EMBEDDED}:page")(target)  # type: ignore[no-any-return, operator]
+
+
+def asgi(target: object) -> Any:
+    """An ASGI application that serves the `page` of a target: `app.mount("/metrics", penstock.metrics.asgi(engine))`.
+
+    Counters begin with this call, or once the target has an event loop. Raises TypeError as `page`.
+    """
+    return load_object(f"{_EMBEDDED}:MetricsApp")(target)  # type: ignore[operator]
 
 
 def drain() -> list[MetricDelta] | None:

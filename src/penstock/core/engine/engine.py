@@ -404,6 +404,12 @@ class Engine:
         finally:
             call.cancel()
 
+    def observe(self, observer: Observer) -> None:
+        """Adds an observer; it hears of what happens from now on. Called with the guard."""
+        self._observers += (observer,)
+        for handle in (*self._live, *self._registry):
+            handle.observe(self._observers)
+
     # ---- state, for front-ends
 
     def ready(self) -> bool:

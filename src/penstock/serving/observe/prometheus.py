@@ -16,6 +16,7 @@ from penstock import tracing
 from penstock._version import __version__
 from penstock.core.contracts import BatchRecord, ModelSnapshot, Observer, ServerSnapshot
 from penstock.errors import PenstockError
+from penstock.metrics import CONTENT_TYPE
 from penstock.serving.observe.history import Totals
 from penstock.serving.observe.readings import Work
 from penstock.serving.observe.series import SeriesTable
@@ -26,7 +27,7 @@ from penstock.types import Item, MetricDelta
 
 log = logging.getLogger("penstock.serving")
 
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+METRICS_TYPE = CONTENT_TYPE
 OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

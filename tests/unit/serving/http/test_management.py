@@ -12,6 +12,7 @@ import pytest
 
 from penstock.config.schema import LimitsConfig
 from penstock.errors import BadRequest, Conflict, Forbidden, LoadFailed, ModelNotFound, ModelNotReady, PenstockError
+from penstock.metrics import CONTENT_TYPE
 from penstock.serving.http.admin import management_routes, metrics_routes
 from penstock.serving.http.intake import BIG_BYTES
 from penstock.serving.http.server import HttpServer, NativeFlavor
@@ -228,8 +229,8 @@ async def test_models_are_listed_and_only_health_needs_no_token() -> None:
 
 
 async def test_the_metrics_api() -> None:
-    async def scrape() -> bytes:
-        return b"up 1\n"
+    async def scrape(accepted: bytes) -> tuple[bytes, str]:
+        return b"up 1\n", CONTENT_TYPE
 
     async with client(None, frozenset({b"t"}), metrics_routes(scrape, lambda model, limit: b"%d" % limit)) as c:
         assert (await c.get("/metrics")).status_code == 401
