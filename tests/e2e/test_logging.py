@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ def test_every_5xx_leaves_one_line_with_model_request_id_and_cause(serve: Callab
     assert len(failed) == len(wanted)
     for record in failed:
         model, level, status, cause = wanted[record["request_id"]]
-        assert f"model={model} " in record["message"]
+        assert (record["event"], record["model"]) == ("request_failed", model)
+        assert f"status={record['status']}" == status
         assert record["level"] == level
         assert status in record["message"]
         assert cause in record["message"], record
@@ -125,3 +127,15 @@ def test_a_log_that_is_not_read_stops_neither_serving_nor_the_end(serve: Callabl
         assert len(os.read(reader, 2**20)) > 60_000, "the pipe was full"
     finally:
         os.close(reader)
+
+
+def test_refusals_and_threads_above_the_cores_leave_a_line(serve: Callable[..., Any]) -> None:
+    settings = ("--set", "models.slow.batching.max_queue=1", "--set", "models.slow.threads=4096")
+    server = serve(SOURCE, "slow", *settings)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: server.post("/predictions/slow", b"1", x_deadline_ms="300")[0], range(8)))
+    assert 429 in found
+    _, _, said = server.stop()
+    assert "event=requests_refused model=slow version=1 reason=queue_full count=1 hint='add instances" in said
+    (line,) = (line for line in said.splitlines() if "event=threads_above_cores" in line)
+    assert "instances=1 threads=4096" in line

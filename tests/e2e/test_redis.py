@@ -22,10 +22,12 @@ from typing import Any
 
 import pytest
 import uvloop
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from penstock import RedisStreamer
+from penstock import RedisStreamer, tracing
 from penstock.errors import BrokerUnavailable, ConfigError, PenstockError
 from penstock.streamer.redis.connection import RedisConnection, parse_address
+from support.collector import Collector
 from support.redis_nodes import wait_for
 
 APP = """
@@ -50,9 +52,9 @@ def work(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     (tmp_path / "app.py").write_text(textwrap.dedent(APP))
     processes: list[subprocess.Popen[str]] = []
 
-    def start(target: str, broker: str, *options: str) -> subprocess.Popen[str]:
+    def start(target: str, broker: str, *options: str, stderr: Any = None) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "penstock.cli.main", "worker", f"app.py:{target}", "--redis", broker, *options]
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=stderr, text=True)
         processes.append(process)
         assert process.stdout is not None
         while f"app.py:{target} serves" not in (line := process.stdout.readline()):
@@ -377,3 +379,46 @@ def test_sigterm_ends_a_script_that_serves_one_model_after_another(tmp_path: Pat
     process.terminate()
     out, _ = process.communicate(timeout=30)
     assert (out, process.returncode) == ("one\n", 0)
+
+
+def test_the_readiness_of_a_worker_follows_its_broker(work: Any, run_redis: Any) -> None:
+    broker = run_redis()
+    worker = work("sizes", broker.address, "--metrics-port", "0", "--log-format", "json")
+
+    def status() -> int:
+        try:
+            with urllib.request.urlopen(worker.metrics.replace("/metrics", "/readyz"), timeout=10) as response:
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    wait_for(lambda: status() == 200, "the worker is ready")
+    broker.kill()
+    wait_for(lambda: status() == 503, "the broker is away")
+    broker.start()
+    wait_for(lambda: status() == 200, "the broker is back")
+
+
+def test_a_request_is_traced_through_the_broker_and_the_worker_s_log_has_keys(
+    work: Any, redis_server: Any, tmp_path: Path
+) -> None:
+    exporter = InMemorySpanExporter()
+    with Collector() as collector, (tmp_path / "log").open("w") as log:
+        options = ("--log-format", "json", "--trace-endpoint", collector.url)
+        worker = work("sizes", redis_server.address, *options, stderr=log)
+        tracing.start(exporter=exporter, ratio=1.0)
+        try:
+            with RedisStreamer(redis_server.address) as streamer:
+                assert streamer.predict(["a"]) == [1]
+            tracing.flush()
+        finally:
+            tracing.stop()
+        worker.terminate()
+        worker.wait(30)
+    (sent,) = exporter.get_finished_spans()
+    (request,) = (span for span in collector.spans if span.name.startswith("request "))
+    assert (request.trace, request.parent) == (f"{sent.context.trace_id:032x}", f"{sent.context.span_id:016x}")
+    (batch,) = (span for span in collector.spans if (request.trace, request.span) in span.links)
+    assert batch.name.startswith("batch ")
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert "worker_ready" in [line.get("event") for line in lines]

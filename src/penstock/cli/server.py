@@ -37,6 +37,7 @@ from penstock.serving.http.sockets import PortInUse
 from penstock.serving.observe.history import History, StageTotals, Totals
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.recorders import ArrivalRecorder, BatchRecords
+from penstock.serving.observe.refusals import RefusalLog
 from penstock.serving.process import ServerLog, StopSignal, freeze_heap, lame_duck_s, report_ready, runner, say
 from penstock.serving.protocols.route import Template
 from penstock.serving.triton.calls import TritonExtensions, triton_routes
@@ -129,10 +130,11 @@ class Server:
 
     async def main(self, on_ready: Callable[[dict[str, str]], None] | None) -> int:
         shown = self._config.server.dashboard
+        refusals = RefusalLog()
         observers = [self._metrics, self._records, self._statistics, self._recorder, self._history if shown else None]
         engine = Engine(
             self._config.limits,
-            [each for each in observers if each is not None],
+            [refusals, *(each for each in observers if each is not None)],
             self._config.logging.level,
             device_budgets(self._config.devices),
         )
@@ -173,6 +175,7 @@ class Server:
             others = [each for each in (self._thrift, self._grpc) if each is not None]
             await asyncio.gather(*(each.close(self._config.server.drain_s) for each in (http, *others)))
             await engine.close(max(0.0, end - time.monotonic()))
+            refusals.close()
             for task in tasks:
                 task.cancel()
             self._dashboard.close()

@@ -5,6 +5,7 @@ which keeps a slow disk or a stalled reader of stderr away from the event loop. 
 dropped and counted, and a later line reports their number.
 """
 
+import ast
 import asyncio
 import contextlib
 import gc
@@ -13,6 +14,7 @@ import logging
 import logging.handlers
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -150,6 +152,9 @@ _MAX_QUEUE: Final = 10_000  # records
 CLOSE_S: Final = 5.0  # for writing the queue at the end
 _REPORT_S: Final = 60.0  # between two messages that the log cannot be written
 _CONTROLS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in b"\t\n"}
+_WORD: Final = re.compile(r"([a-z]+_[a-z_]+)(?= [a-z_]+=|:)")  # the event of a line without `event=`
+_PAIR: Final = re.compile(r"""(?<![^ ])([a-z_]+)=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^ ]*)""")
+_NUMBER: Final = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")
 _EXTRAS: Final = ("request_id", "trace_id", "span_id", "model", "version", "slot")
 
 
@@ -171,10 +176,33 @@ class _Line(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    """An object with `time`, `level`, `logger`, `message`, and `request_id`, `model`, `version`, `slot` if known."""
+    """An object with `time`, `level`, `logger`, `message`, and `request_id`, `model`, `version`, `slot` if known.
+
+    A line of Penstock's own also has the pairs of its text under their keys, such as `event` and `status`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        return json.dumps(_fields(self, record), ensure_ascii=False)
+        fields = _fields(self, record)
+        if record.name.startswith("penstock.") and record.name != "penstock.model":
+            fields = {**pairs_of(fields["message"]), **fields}
+        return json.dumps(fields, ensure_ascii=False)
+
+
+def pairs_of(text: str) -> dict[str, str | int | float]:
+    """The pairs of a line such as `event=loaded model=m seconds=3: text`, or `loaded model=m`; numbers as numbers."""
+    first = text.partition("\n")[0]
+    found: dict[str, str | int | float] = {}
+    if (word := _WORD.match(first)) is not None:
+        found["event"] = word[1]
+    for pair in _PAIR.finditer(first):
+        key, value = pair[1], pair[2].rstrip(":")
+        if value[:1] in ("'", '"'):
+            with contextlib.suppress(ValueError, SyntaxError):
+                value = ast.literal_eval(value)
+        elif key not in _EXTRAS and _NUMBER.fullmatch(value):
+            value = float(value) if "." in value else int(value)
+        found[key] = value
+    return found
 
 
 def _fields(formatter: logging.Formatter, record: logging.LogRecord) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.config.schema import LoggingConfig
 from penstock.errors import ConfigError
@@ -79,6 +81,41 @@ def test_json_has_one_object_for_each_record_and_level_bounds_them(tmp_path: Pat
     }
     assert found[2]["message"].endswith("ValueError: two\nlines")
     assert len(written(tmp_path / "other", level="error")) == len(written(tmp_path / "third")) - 1
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "event=request_failed model=m version=1 status=500 cause='it\\'s \"bad\"\\n=x'",
+            {"event": "request_failed", "model": "m", "version": "1", "status": 500, "cause": 'it\'s "bad"\n=x'},
+        ),
+        ("memory_grows model=m slot=0 pid=7: it leaks", {"event": "memory_grows", "model": "m", "slot": "0", "pid": 7}),
+        ("event=loading model=m seconds=12.5", {"event": "loading", "model": "m", "seconds": 12.5}),
+        ("item_failed: see below\nValueError: a=b", {"event": "item_failed"}),
+        ("a plain text, with x=1 in it", {"x": 1}),
+        ("error='unclosed why=\"", {"error": "'unclosed", "why": '"'}),
+        ("", {}),
+    ],
+)
+def test_the_pairs_of_a_line_become_keys(text: str, found: dict[str, Any]) -> None:
+    assert logs.pairs_of(text) == found
+
+
+@given(st.text())
+def test_any_text_has_pairs_that_json_can_hold(text: str) -> None:
+    json.dumps(logs.pairs_of(text))
+    json.dumps(logs.pairs_of(f"event=x value={text!r} other={text}"))
+
+
+def test_pairs_of_a_model_s_own_text_are_no_keys(tmp_path: Path) -> None:
+    server_log = ServerLog(LoggingConfig(file=str(tmp_path / "log"), format="json"))
+    for name in ("penstock.engine", "penstock.model", "other"):
+        logging.getLogger(name).warning("event=x time=1 model=forged", extra={"model": "m"})
+    server_log.close()
+    found = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [each.get("event") for each in found] == ["x", None, None]
+    assert all(each["model"] == "m" and each["time"] != 1 for each in found)
 
 
 def test_a_full_disk_leaves_one_message_and_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,9 @@ from penstock.core.engine.registry import ModelRegistry, holder, version_order
 from penstock.core.engine.residency import ResidencyManager
 from penstock.core.engine.rules import devices_of, sequence_of
 from penstock.core.engine.tracing import RequestTracer
+from penstock.core.os_threads import usable_cores
 from penstock.core.wire.slabs import Slab, SlabPool
+from penstock.core.worker.devices import runtime_threads
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import ConfigError, Conflict, LoadFailed, ModelNotReady
 from penstock.plugins import resolve
@@ -56,6 +58,19 @@ async def result_of(submit: Callable[[Sink], Ticket]) -> Any:
     if result.error is not None:
         raise result.error
     return result.body
+
+
+def _warn_of_threads(spec: WorkerSpec, devices: Sequence[str]) -> None:
+    """Warns of instances on the CPU whose threads together are more than its cores."""
+    if spec.config.transport == "process" and "cpu" in devices:
+        threads, cores = runtime_threads(spec), usable_cores()
+        if threads > 1 and devices.count("cpu") * threads > cores:
+            log.warning(
+                "event=threads_above_cores model=%s version=%s instances=%d threads=%d cores=%d"
+                " consequence=they_slow_each_other hint=%r",
+                *(spec.name, spec.version, devices.count("cpu"), threads, cores),
+                "leave threads and OMP_NUM_THREADS out, or have fewer instances",
+            )
 
 
 class Engine:
@@ -186,6 +201,7 @@ class Engine:
             log_level=self.log_level,
             traced=self._traced,
         )
+        _warn_of_threads(spec, devices)
         driver = self._direct_driver(name, config)
         transport: Transport
         if driver is not None:

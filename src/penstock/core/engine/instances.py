@@ -22,6 +22,7 @@ from penstock.types import MetricDelta, Ready
 
 log = logging.getLogger("penstock.engine")
 
+LOADING_S = 10.0  # between two lines of a load that takes long
 HOPELESS_FAILURES = 2  # consecutive failures after which callers no longer wait for the next attempt
 
 
@@ -153,7 +154,11 @@ class Instances:
         it."""
         for instance in self._slots.values():  # a resident model may have waited for its first request
             instance.since_s = time.time()
+        began_s = time.monotonic()
         await self._transport.start(self)
+        while not (await asyncio.wait([self._loaded], timeout=LOADING_S))[0]:
+            found = time.monotonic() - began_s, self.up, self.count
+            log.info("event=loading %s seconds=%.0f instances_up=%d of=%d", self.label, *found)
         await self._loaded
 
     def abort(self) -> bool:

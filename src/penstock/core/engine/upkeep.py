@@ -20,6 +20,7 @@ WINDOW_S = 20.0
 MIN_RISES = 6  # windows with more memory than before, after which growth is reported
 MIN_RISE_BYTES = 2**20  # of a window
 MIN_GROWTH_BYTES = 48 * 2**20  # of all
+MIN_DOUBLED_BYTES = 512 * 2**20  # of a worker whose memory has doubled: below it may be libraries and caches
 
 
 class MemoryGrowth:
@@ -65,6 +66,8 @@ class _Usage(Struct):
     check_at_s: float = 0.0
     replace_at_s: float = 0.0  # earliest time of the next attempt
     reported: bool = False  # its growth
+    least_bytes: int = 0  # the lowest reading since the last report of doubled memory
+    least_at_s: float = 0.0
     hopeless: bool = False  # it needed more than `max_memory_bytes` from the beginning
 
 
@@ -116,6 +119,15 @@ class Upkeep:
             )
         if over and not usage.hopeless:
             self._replace(slot, usage, f"resident_bytes={nbytes} max_memory_bytes={limit}", now_s)
+        if not usage.least_bytes or nbytes < usage.least_bytes:
+            usage.least_bytes, usage.least_at_s = nbytes, now_s
+        elif nbytes >= max(2 * usage.least_bytes, MIN_DOUBLED_BYTES):
+            log.warning(
+                "event=memory_doubled %s slot=%d pid=%d resident_bytes=%d before_bytes=%d seconds=%.0f: if it is no"
+                " cache that fills once, the model leaks; max_memory_bytes in its section replaces the worker in time",
+                *(model, slot, usage.pid, nbytes, usage.least_bytes, now_s - usage.least_at_s),
+            )
+            usage.least_bytes, usage.least_at_s = nbytes, now_s
         grown = usage.growth.add(nbytes, now_s)
         if grown and not usage.reported:
             usage.reported = True

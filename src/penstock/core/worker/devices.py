@@ -26,6 +26,12 @@ def threads_of(spec: WorkerSpec) -> int:
     return max(1, physical_cores() // spec.instances)
 
 
+def runtime_threads(spec: WorkerSpec) -> int:
+    """Threads of a runtime: OMP_NUM_THREADS of the worker's environment, unless the configuration sets them."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return int(threads) if spec.config.threads is None and threads.isdecimal() and int(threads) else threads_of(spec)
+
+
 def physical_cores() -> int:
     """The number of physical cores that this process may use."""
     import psutil  # only the parent process needs it

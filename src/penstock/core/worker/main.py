@@ -17,7 +17,7 @@ from penstock.config.schema import BatchingConfig, check_lengths, with_options
 from penstock.core.batching.ladder import DEFAULT_BATCH, Ladder, ladder_of
 from penstock.core.wire.messages import Pickled
 from penstock.core.worker import nesting
-from penstock.core.worker.devices import threads_of
+from penstock.core.worker.devices import runtime_threads
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.profile import RowsCoupled, warm_up
 from penstock.core.worker.python_model import Helpers, PythonModel, Tensors, is_torch_module
@@ -57,7 +57,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         named = spec.target.target if isinstance(spec.target, Wrapped) else spec.target
         if isinstance(named, str) and is_pipeline_file(named):
             options = {**options, "file": named}
-        model = PythonModel(target, options, tensors, **extras, threads=partial(_threads, spec))
+        model = PythonModel(target, options, tensors, **extras, threads=partial(runtime_threads, spec))
         if config.preprocess_processes:
             model.helpers = helpers = _helpers(spec, target)
         model.load(device)
@@ -165,7 +165,7 @@ def _found(target: Any, spec: WorkerSpec) -> Any:
     if not isinstance(target, str):
         return target
     if is_model_file(target):
-        return resolve("runtime", "file")(target, spec.config, _threads(spec))
+        return resolve("runtime", "file")(target, spec.config, runtime_threads(spec))
     if is_pipeline_file(target):
         return resolve("runtime", "pipeline")
     return load_object(target)
@@ -175,7 +175,7 @@ def _model(found: Any, spec: WorkerSpec) -> tuple[Any, dict[str, Tensors]]:
     """The found object with the configured tensors, or a model around it if it is a torch module without `predict`."""
     config = spec.config
     if config.weights is not None or (is_torch_module(found) and not hasattr(found, "predict")):
-        return resolve("runtime", "module")(found, config, _threads(spec)), {}
+        return resolve("runtime", "module")(found, config, runtime_threads(spec)), {}
     taken = hasattr(found, "__penstock_takes__")  # by a model file, through its settings
     if taken:
         return found, {}
@@ -199,9 +199,3 @@ def _helpers(spec: WorkerSpec, target: Any) -> Helpers:
     except PenstockError as e:
         raise LoadFailed(f"preprocess_processes: {e.message}", detail=e.detail) from e
     return helpers
-
-
-def _threads(spec: WorkerSpec) -> int:
-    """Threads of a runtime: OMP_NUM_THREADS of the worker's environment, unless the configuration sets them."""
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    return int(threads) if spec.config.threads is None and threads.isdecimal() and int(threads) else threads_of(spec)

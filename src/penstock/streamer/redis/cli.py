@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import sys
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 import msgspec
 
+from penstock import tracing
 from penstock.config.load import load_config
-from penstock.config.schema import ModelConfig
+from penstock.config.schema import LoggingConfig, ModelConfig
 from penstock.config.targets import devices_list, errors_end_the_command, number_or_auto, split_targets
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import ConfigError
-from penstock.serving.process import TextFormatter, say
+from penstock.serving.process import ServerLog, say
 from penstock.streamer.redis.connection import parse_address
 from penstock.streamer.redis.serve import QueueOptions, run_until_stopped, serve_queue
 
@@ -84,10 +85,22 @@ def _listener(command: str, flags: dict[str, Any]) -> MetricsOptions | None:
     return MetricsOptions(host, port, tokens_for(config, "metrics"), announce)
 
 
-def _log_to_stderr() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(TextFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+_log_flag = click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    help="Lines of the log on stderr: text, or one JSON object each [text].",
+)
+
+
+@contextlib.contextmanager
+def _logging(form: Literal["text", "json"]) -> Iterator[None]:
+    """The log of `penstock serve` on stderr, in this format."""
+    logs = ServerLog(LoggingConfig(format=form))
+    try:
+        yield
+    finally:
+        logs.close()
 
 
 @click.command()
@@ -121,6 +134,12 @@ def _log_to_stderr() -> None:
 )
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set any key of [models.NAME].")
 @_metrics_flags
+@_log_flag
+@click.option(
+    "--trace-endpoint",
+    metavar="URL",
+    help="OTLP/HTTP address of a collector for the traces of requests, such as http://127.0.0.1:4318/v1/traces.",
+)
 def worker(
     target: str, redis: str, prefix: str, lease: float, drain: float, sets: tuple[str, ...], **flags: Any
 ) -> None:
@@ -130,14 +149,15 @@ def worker(
     SIGTERM or SIGINT the worker takes no more requests, answers those that it has taken, hands back what it cannot
     finish within --drain seconds, and ends with status 0.
     """
-    _log_to_stderr()
     batching = {"max_batch_size": flags["max_batch_size"]}
     keys = {"instances": flags["workers"], "devices": flags["devices"], "batching": batching}
-    with errors_end_the_command():
+    with errors_end_the_command(), _logging(flags["log_format"]):
         config = build_config(target, keys, sets)
         broker = parse_address(redis)
         metrics = _listener("worker", flags)
 
+        if flags["trace_endpoint"]:
+            tracing.start(flags["trace_endpoint"])
         del sys.argv[1:]  # a model on a thread of this process that parses options has none
 
         def ready() -> None:
@@ -146,10 +166,17 @@ def worker(
         def serve(stop: asyncio.Event) -> Coroutine[Any, Any, None]:
             queue = QueueOptions(redis, prefix, lease, drain, flags["allow_pickle"])
             return serve_queue(
-                config, Wrapped(config.target, SERVED), queue, stop=stop, on_ready=ready, metrics=metrics
+                *(config, Wrapped(config.target, SERVED), queue),
+                stop=stop,
+                on_ready=ready,
+                metrics=metrics,
+                log_level="INFO",
             )
 
-        run_until_stopped(serve)
+        try:
+            run_until_stopped(serve)
+        finally:
+            tracing.stop()
 
 
 @click.command()
@@ -158,6 +185,7 @@ def worker(
     "--prefix", "prefixes", multiple=True, help="Prefix of a queue; may be repeated. By default the queue without one."
 )
 @_metrics_flags
+@_log_flag
 def queue(redis: str, prefixes: tuple[str, ...], **flags: Any) -> None:
     """Show what waits in the queues of a Redis broker.
 
@@ -165,10 +193,9 @@ def queue(redis: str, prefixes: tuple[str, ...], **flags: Any) -> None:
     seconds, the workers, and the dead letters. With --metrics-port it serves this state to Prometheus until SIGTERM:
     a scaler can read it there while no worker runs.
     """
-    _log_to_stderr()
     from penstock.streamer.redis.metrics import QueueMetrics, serve_queues
 
-    with errors_end_the_command():
+    with errors_end_the_command(), _logging(flags["log_format"]):
         address, options = parse_address(redis), _listener("queue", flags)
 
         async def show(stop: asyncio.Event) -> None:

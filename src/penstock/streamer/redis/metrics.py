@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 from msgspec import Struct
 
@@ -167,6 +168,19 @@ def worker_page(prefix: str, counts: Mapping[str, object]) -> bytes:
     return page.encode()
 
 
+class _OnBroker:
+    """An engine that is ready only while its worker reaches the broker."""
+
+    def __init__(self, engine: Engine, worker: BrokerWorker) -> None:
+        self._engine, self._worker = engine, worker
+
+    def ready(self) -> bool:
+        return self._worker.connected and self._engine.ready()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
 @asynccontextmanager
 async def worker_listening(
     engine: Engine,
@@ -193,7 +207,8 @@ async def worker_listening(
         return model + worker_page(prefix, worker.statistics()) + state
 
     try:
-        async with listening(engine, options, scrape, also=dashboard.routes(lambda: bool(options.tokens))):
+        backend, routes = cast(Backend, _OnBroker(engine, worker)), dashboard.routes(lambda: bool(options.tokens))
+        async with listening(backend, options, scrape, also=routes):
             yield
     finally:
         ticks.cancel()

@@ -62,9 +62,10 @@ async def serve_queue(
     stop: asyncio.Event,
     on_ready: Callable[[], None] = lambda: None,
     metrics: MetricsOptions | None = None,
+    log_level: str = "",
 ) -> None:
-    """Loads a model and serves its queue until `stop`, from the first ready instance on. Raises LoadFailed,
-    ConfigError."""
+    """Loads a model and serves its queue until `stop`, from the first ready instance on. `log_level`: see Engine.
+    Raises LoadFailed, ConfigError."""
     address, name = parse_address(queue.redis_broker), config.name or MODEL
     watcher = InstanceWatcher()
     observers: list[Observer] = [watcher]
@@ -73,7 +74,7 @@ async def serve_queue(
         from penstock.serving.observe.prometheus import PrometheusObserver
 
         observers += [observer := PrometheusObserver(), history := History()]
-    engine = Engine(None, observers)
+    engine = Engine(None, observers, log_level)
     options: dict[str, Any] = {"lease_s": queue.lease_s, "allow_pickle": queue.allow_pickle}
     worker = BrokerWorker(engine, name, address, queue.prefix, watcher=watcher, **options)
     loop = asyncio.get_running_loop()

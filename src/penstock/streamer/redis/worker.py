@@ -263,6 +263,7 @@ class BrokerWorker:
         self._leases = self._writer.leases
         self._running = 0  # leases whose request is in the backend
         self._broker_away = False
+        self.connected = False  # to the broker, as far as is known
         self._clock_offset_s = 0.0  # the broker's clock minus the local monotonic clock
         self._counts = dict.fromkeys(("taken", "expired", "inherited"), 0)
 
@@ -332,7 +333,7 @@ class BrokerWorker:
                 if not connected:
                     await self._join_group()
                     await self._inherit()  # a worker may have handed its entries back before it was replaced
-                    connected = True
+                    connected = self.connected = True
                 block_ms = int(READ_BLOCK_S * 1000)
                 read = ("XREADGROUP", "GROUP", GROUP, self.name, "COUNT", capacity, "BLOCK", block_ms)
                 (found,) = await self._in.ask((*read, "STREAMS", self._queue, ">"), wait_s=READ_BLOCK_S)
@@ -353,7 +354,7 @@ class BrokerWorker:
             log.warning("broker_away broker=%s error=%s: the worker retries until it is back", self.address.name, error)
         elif error is None and self._broker_away:
             log.warning("broker_back broker=%s", self.address.name)
-        self._broker_away = error is not None
+        self._broker_away, self.connected = error is not None, error is None
 
     def _capacity(self) -> int:
         """The number of entries to take: a running and a waiting batch for each ready instance, less what it has."""

@@ -470,3 +470,17 @@ async def test_a_worker_that_died_meanwhile_is_not_replaced(stage: Stage) -> Non
     stage.down(0, WorkerDied("killed by SIGKILL"))
     await stage.begin(asyncio.sleep(0))
     assert stage.slots == {0}
+
+
+async def test_a_load_that_takes_long_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("penstock.core.engine.instances.LOADING_S", 0.001)
+    stage = Stage(2)
+    loading = asyncio.ensure_future(stage.handle.load())
+    with caplog.at_level(logging.INFO):
+        while "event=loading model=m version=1 seconds=0 instances_up=0 of=2" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    stage.up(0, 1)
+    await loading
+    await stage.handle.close(0.0)

@@ -128,3 +128,21 @@ def test_a_leak_is_reported_once_for_each_worker(caplog: pytest.LogCaptureFixtur
     assert caplog.text.count("memory_grows model=m version=1 slot=0") == 2
     bench.pids[0] = None
     bench.batch()
+
+
+def test_memory_that_doubles_within_seconds_is_reported_at_once_and_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    for _ in range(60):  # 14 GiB in a minute
+        bench.bytes += 240 * MIB
+        bench.batch()
+    lines = [record.getMessage() for record in caplog.records if "event=memory_doubled" in record.getMessage()]
+    found = [int(line.partition("resident_bytes=")[2].partition(" ")[0]) // MIB for line in lines]
+    assert found == [820, 1780, 3700, 7540]
+    assert lines[0].startswith("event=memory_doubled model=m version=1 slot=0 pid=1000 ")
+    assert " seconds=2: " in lines[0]
+    caplog.clear()
+    small = Bench()
+    for i in range(100):
+        small.bytes = (100 + 300 * (i % 2)) * MIB
+        small.batch()
+    assert not caplog.records
