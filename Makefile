@@ -89,7 +89,7 @@ java:
 	|| { echo "java 17 or newer is missing: install it with 'apt-get install default-jre-headless' as root"; exit 1; }
 
 # programs that tests start, as PROGRAM:PACKAGE; the tests of one that is missing are skipped
-CLIENTS = javac:default-jdk-headless curl:curl node:nodejs nginx:nginx-light h2load:nghttp2-client ffprobe:ffmpeg
+CLIENTS = javac:default-jdk-headless promtool:prometheus curl:curl node:nodejs nginx:nginx-light h2load:nghttp2-client ffprobe:ffmpeg
 clients:
 	@missing=$$(for both in $(CLIENTS); do command -v $${both%:*} >/dev/null || echo $${both#*:}; done); \
 	[ -z "$$missing" ] || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing; } \

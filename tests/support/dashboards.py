@@ -24,12 +24,14 @@ class Dashboards:
         self.text = "".join((FOLDERS / kind / name).read_text() for name in ("grafana.json", "alerts.yaml"))
         self.board: dict[str, Any] = json.loads((FOLDERS / kind / "grafana.json").read_text())
         groups = yaml.safe_load((FOLDERS / kind / "alerts.yaml").read_text())["groups"]
-        self.rules: list[dict[str, Any]] = [rule for group in groups for rule in group["rules"]]
+        every: list[dict[str, Any]] = [rule for group in groups for rule in group["rules"]]
+        self.rules = [rule for rule in every if "alert" in rule]
+        self.recordings = [rule for rule in every if "record" in rule]
 
     def expressions(self) -> Iterator[str]:
         for panel in self.board["panels"]:
             yield from (target["expr"] for target in panel.get("targets", []))
-        yield from (rule["expr"] for rule in self.rules)
+        yield from (rule["expr"] for rule in (*self.rules, *self.recordings))
 
     def unanswered(self, page: str) -> list[str]:
         """The parts of expressions that select no sample of the page; those of GPUs are left out."""

@@ -289,7 +289,8 @@ class BatchRecord(Struct):
     `outcome` is "ok" (answered), "died" (its worker died while running it) or "lost" (its worker died before it ran).
     `run_s` is the worker's own time, `stages_s` and `hooks_s` the time of its stages (see BatchPart), `seconds` the
     time from sending to the end. `failed` counts items. `failed_requests` has the queue time and rows of each request
-    that failed, and whether its input is to blame.
+    that failed, and whether its input is to blame. `padding` is the part of the work that was padding; None for a
+    model that never pads.
     """
 
     model: str
@@ -308,6 +309,7 @@ class BatchRecord(Struct):
     stages_s: tuple[float, float, float] | None = None
     hooks_s: tuple[float, float] | None = None
     failed_requests: Sequence[tuple[float, int, bool]] = ()
+    padding: float | None = None
 
 
 class ModelSnapshot(Struct):

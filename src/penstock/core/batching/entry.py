@@ -56,7 +56,7 @@ class Dispatch(Struct, frozen=True):
     """Send these entries (or pieces of split ones) to this slot now. `reason` explains the size to people.
 
     `concurrent`: the slot runs batches concurrently. `ended`: ids of sequences of the slot that ended since its last
-    batch; its worker drops their states.
+    batch; its worker drops their states. `padding`: the part of the work that is padding, of a model that pads.
     """
 
     batch_id: int
@@ -67,6 +67,7 @@ class Dispatch(Struct, frozen=True):
     ahead: bool = False
     concurrent: bool = False
     ended: tuple[str, ...] = ()
+    padding: float | None = None
 
 
 class Expire(Struct, frozen=True):

@@ -594,15 +594,19 @@ class Scheduler:
         work = rows if self._lengths is None else padded * self._longest(entries)
         batch = self._slots.start(self._batch_id, slot, entries, rows, work, now, exact)
         self.running_rows += rows
+        padding: float | None = None
         if self._ladder is not None or self._lengths is not None:
             self._sent_rows += rows
             self._padded_rows += padded - rows
+            padding = (padded - rows) / padded
         if self._lengths is not None:
             tokens = sum([e.rows * e.length for e in entries])
             self._sent_tokens += tokens
             self._padded_tokens += work - tokens
+            padding = (work - tokens) / work if work else 0.0
         ended = () if self.sequences is None else self.sequences.dispatched(slot, entries)
-        self._queue.events.append(Dispatch(batch.id, slot, entries, rows, reason, batch.ahead, batch.concurrent, ended))
+        both = batch.ahead, batch.concurrent
+        self._queue.events.append(Dispatch(batch.id, slot, entries, rows, reason, *both, ended, padding))
 
     def _longest(self, entries: list[Entry]) -> int:
         """The length to which a batch is padded: with `sizes` a class, so that few shapes occur."""

@@ -224,6 +224,7 @@ class Notifier:
             outcome=outcome,
             stages_s=part.stages_s,
             hooks_s=part.hooks_s,
+            padding=sent.padding,
         )
         if bad := running.failed:
             there = [entry for entry in sent.entries if entry.id in bad]

@@ -31,6 +31,7 @@ METRICS_TYPE = CONTENT_TYPE
 OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+PADDING = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
 FILL = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 MAX_GONE = 100  # unloaded versions whose counters are still shown
 FOLDED = 64  # batches of a model that are counted at once: one by one they would take longer than their requests
@@ -90,6 +91,7 @@ _HISTOGRAMS = (
     ),
     ("rows", _histogram("penstock_batch_rows", "Rows of each batch."), ROWS),
     ("fill", _histogram("penstock_batch_fill_ratio", "Rows of each batch divided by max_batch_size."), FILL),
+    ("padding", _histogram("penstock_batch_padding_ratio", "Part of each batch's work that is padding."), PADDING),
 )
 
 
@@ -170,6 +172,7 @@ class _Model:
             "run": [r.run_s for r in ran],
             "rows": [r.rows for r in ran],
             "fill": [r.rows / r.max_batch_size for r in ran],
+            "padding": [r.padding for r in ran if r.padding is not None],
             **dict(zip(("preprocess", "predict", "postprocess"), stages_s, strict=False)),  # no stages, no values
         }
         for name, values in new.items():

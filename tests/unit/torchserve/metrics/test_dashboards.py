@@ -15,6 +15,7 @@ from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.torchserve.metrics.families import SERVER_METRICS, default_config
 from support.dashboards import FOLDERS, SELECTED, Dashboards
 
+RECORDED = re.compile(r"\bpenstock:\w+:\w+")
 OF_PROMETHEUS = {"instance", "job", "le"}
 
 
@@ -65,7 +66,8 @@ def test_every_expression_has_balanced_brackets(dashboards: Dashboards) -> None:
 
 def test_labels_in_texts_belong_to_the_metrics(shown: dict[str, set[str]], dashboards: Dashboards) -> None:
     def check(text: str, expression: str) -> None:
-        has = set().union(*(shown[name] for name, _ in SELECTED.findall(expression)))
+        recorded = {"model", "version"} if RECORDED.search(expression) else set()
+        has = recorded.union(*(shown[name] for name, _ in SELECTED.findall(expression)))
         asked = set(re.findall(r"\{\{ ?(?:\$labels\.)?(\w+)(?: \|[^}]*)? ?\}\}", text)) - {"exported_instance"}
         assert asked <= has | OF_PROMETHEUS, (text, expression)
 
@@ -130,4 +132,11 @@ def test_a_model_that_loads_raises_no_critical_alarm(dashboards: Dashboards) -> 
     critical = [rule for rule in dashboards.rules if rule["labels"]["severity"] == "critical"]
     assert len(critical) == 3
     for rule in critical:
-        assert "LOADING" in rule["expr"] or "model_not_ready" in rule["expr"], rule["alert"]
+        names = RECORDED.findall(rule["expr"])
+        text = rule["expr"] + "".join(each["expr"] for each in dashboards.recordings if each["record"] in names)
+        assert "LOADING" in text or "model_not_ready" in text, rule["alert"]
+
+
+def test_every_recorded_metric_that_an_alert_reads_is_recorded(dashboards: Dashboards) -> None:
+    read = {name for rule in dashboards.rules for name in RECORDED.findall(rule["expr"])}
+    assert read == {rule["record"] for rule in dashboards.recordings}
