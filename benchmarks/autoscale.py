@@ -4,7 +4,8 @@
 longer. "cost" is the seconds of all instances relative to a lower bound for every policy that keeps the SLO: one
 instance always, and full batches without an idle moment on any other. The plan knows all arrivals. "too many" is the
 most instances that a start made above the plan's, within a quiet window around it. The Zipf row has 100 models, with
-one instance each at least. Three traces, shorter and with 0.4 of the load, run on worker processes too.
+one instance each at least. The second table has starts of 3 s, with a spare instance, headroom, or a schedule of the
+steps. Three traces, shorter and with 0.4 of the load, run on worker processes too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import harness
 from report import spread
@@ -33,11 +35,21 @@ from penstock.perf.simulate.simulator import (
 from penstock.types import Item, ItemResult
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.load_traces import CAPACITY, RATES, Clairvoyant, least_worker_s, too_many, trace, zipf
+from support.load_traces import CAPACITY, Clairvoyant, least_worker_s, too_many, trace, zipf
 
 SLO_S, START_S, ROWS = 1.0, 0.5, 16
 SERVICE = ServiceTime(0.05, 0.0125)
 SIMULATED_S = 1200.0
+TRACES = ("step", "daily wave", "ten-fold burst", "on-off")
+SLOW_START_S = 3.0
+SLOW: dict[str, dict[str, dict[str, Any]]] = {
+    "steps of one": {"": {}, "spare = 1": {"spare": 1}, "headroom = 0.25": {"headroom": 0.25}},
+    "step": {
+        "": {},
+        "spare = 1": {"spare": 1},
+        "schedule": {"schedule": ((0.0, 4), (SIMULATED_S / 3, 13), (2 * SIMULATED_S / 3, 0))},
+    },
+}
 REAL = ("step", "daily wave", "ten-fold burst")
 SHARE = 0.4  # of the simulated load, with --real: as many sleeping processes as two cores can hold
 
@@ -50,19 +62,20 @@ class Sleeper:
         return items
 
 
-def limits(quiet_s: float) -> AutoscaleLimits:
-    return AutoscaleLimits(fewest=1, most=64, quiet_s=quiet_s, slo_s=SLO_S)
+def limits(quiet_s: float, **more: Any) -> AutoscaleLimits:
+    return AutoscaleLimits(fewest=1, most=64, quiet_s=quiet_s, slo_s=SLO_S, **more)
 
 
-def scaled(arrivals: Sequence[float], quiet_s: float, start_s: float, plan: bool = False) -> ScalingResult:
+def scaled(arrivals: Sequence[float], quiet_s: float, start_s: float, plan: bool = False, **more: Any) -> ScalingResult:
     settings = SimulationSettings(slots=1, depth=2, max_batch_size=ROWS, handover_s=0.0005)
-    policy = Clairvoyant(arrivals, CAPACITY, limits(quiet_s), start_s) if plan else None
-    return simulate_scaling(SERVICE, OpenLoop(arrivals), settings, limits(quiet_s), start_s=start_s, policy=policy)
+    bounds = limits(quiet_s, **more)
+    policy = Clairvoyant(arrivals, CAPACITY, bounds, start_s) if plan else None
+    return simulate_scaling(SERVICE, OpenLoop(arrivals), settings, bounds, start_s=start_s, policy=policy)
 
 
 def simulated(report: harness.Report, quiet_s: float) -> list[list[str]]:
     rows = []
-    for name in RATES:
+    for name in TRACES:
         arrivals = trace(name, SIMULATED_S)
         least_s = least_worker_s(arrivals, CAPACITY, limits(quiet_s))
         found, best = scaled(arrivals, quiet_s, START_S), scaled(arrivals, quiet_s, START_S, plan=True)
@@ -72,6 +85,19 @@ def simulated(report: harness.Report, quiet_s: float) -> list[list[str]]:
     least_s = sum(least_worker_s(arrivals, CAPACITY, limits(quiet_s)) for arrivals in models)
     extra = max(too_many(*pair, quiet_s) for pair in zip(*both, strict=True))
     rows.append(row(report, "Zipf, 100 models", *both, least_s, extra))
+    return rows
+
+
+def slow(report: harness.Report, quiet_s: float) -> list[list[str]]:
+    rows = []
+    for name, settings in SLOW.items():
+        arrivals = trace(name, SIMULATED_S)
+        least_s = least_worker_s(arrivals, CAPACITY, limits(quiet_s))
+        for what, more in settings.items():
+            found = scaled(arrivals, quiet_s, SLOW_START_S, **more)
+            if more:
+                report.target(f"{name}, {what}: late", [found.late(SLO_S)], most=0.03)
+            rows.append([name, what, f"{found.late(SLO_S):.3%}", f"{found.worker_s / least_s:.3f}"])
     return rows
 
 
@@ -155,6 +181,8 @@ def main() -> None:
     report = harness.Report(__file__, __doc__, options, {}, method=method)
     header = ["trace", "requests", "late", "late, plan", "cost", "cost, plan", "too many", "changes"]
     report.table("In virtual time, quiet window 10 s:", header, simulated(report, 10.0))
+    header = ["trace", "with", "late", "cost"]
+    report.table(f"In virtual time, starts of {SLOW_START_S:g} s:", header, slow(report, 10.0))
     header = ["trace", "seconds of instances", "mean latency", "late, difference"]
     rows = [compared(report, name, options.seconds, options.rounds, 5.0) for name in REAL]
     report.table("Real processes / simulation of the same arrivals, quiet window 5 s:", header, rows)

@@ -71,6 +71,12 @@ def test_workers_follow_the_load_between_min_and_max(serve: Callable[..., Any]) 
     assert server.stop()[0] == 0
 
 
+def test_the_schedule_starts_workers_without_a_request(serve: Callable[..., Any]) -> None:
+    schedule = 'models.work.autoscale.schedule={"00:00" = 2, "12:00" = 2}'
+    server = serve(SOURCE, "Work", *settings("work", max=3, timezone="UTC"), "--set", schedule)
+    until(lambda: server.metric("penstock_workers_up", model="work") == 2)
+
+
 def test_async_workers_follow_the_load_too(serve: Callable[..., Any]) -> None:
     server = serve(
         SOURCE,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from itertools import pairwise
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,12 +16,14 @@ from penstock.perf.simulate.simulator import OpenLoop, ServiceTime, SimulationSe
 
 QUIET_S = 6.0
 LIMITS = st.builds(
-    lambda fewest, more, zero: AutoscaleLimits(
-        fewest=fewest, most=fewest + more, quiet_s=QUIET_S, slo_s=0.5, zero=zero
+    lambda fewest, more, zero, spare, headroom: AutoscaleLimits(
+        fewest=fewest, most=fewest + more, quiet_s=QUIET_S, slo_s=0.5, zero=zero, spare=spare, headroom=headroom
     ),
     st.integers(1, 3),
     st.integers(0, 8),
     st.booleans(),
+    st.sampled_from([0, 0, 1, 2]),
+    st.sampled_from([0.0, 0.0, 0.5]),
 )
 STEPS = st.lists(
     st.tuples(
@@ -59,6 +63,50 @@ def test_the_number_keeps_its_bounds_and_turns_once_in_a_window(
         number = decided
         assert number or (not queued and not running), "work is left without an instance"
     check_changes(changes, limits)
+
+
+@given(
+    st.dictionaries(st.integers(0, 24 * 60 - 1), st.integers(0, 9), max_size=5),
+    st.integers(0, 24 * 60 * 60 - 1),
+    st.integers(0, 3600),
+)
+def test_the_schedule_asks_for_the_most_that_is_least_until_a_start_ends(
+    entries: dict[int, int], day_s: int, ahead_s: int
+) -> None:
+    schedule = tuple((60.0 * minute, least) for minute, least in sorted(entries.items()))
+    limits = AutoscaleLimits(fewest=1, most=9, quiet_s=QUIET_S, schedule=schedule)
+    if not entries:
+        assert limits.least(day_s, ahead_s) == 0
+        assert limits.next_s(day_s, ahead_s) == math.inf
+        return
+
+    def at(second: int) -> int:
+        """The entry before a time, the last one of the day before it if there is none."""
+        minute = second % 86400 // 60
+        return entries[max((m for m in entries if m <= minute), default=max(entries))]
+
+    times = [day_s, *(t for t in range(day_s, day_s + ahead_s + 1) if t % 60 == 0)]
+    assert limits.least(day_s, ahead_s) == max(map(at, times))
+    quiet_s = limits.next_s(day_s, ahead_s)
+    if quiet_s > 1:
+        assert limits.least((day_s + quiet_s - 1) % 86400, ahead_s) == limits.least(day_s + 1, ahead_s)
+
+
+def test_what_remains_without_load_is_the_spare_or_what_the_schedule_asks_for() -> None:
+    limits = AutoscaleLimits(
+        fewest=1, most=9, quiet_s=QUIET_S, zero=True, spare=2, schedule=((0.0, 0), (3600.0, 4), (7200.0, 0))
+    )
+    scaler, number, kept = Autoscaler(limits), 1, {}
+    for second in range(9000):
+        rows = min(second, 100)
+        number = kept[second] = scaler.decide(LoadReading(rows, 0, 0, number, number, 8, 0.05), second, second)
+    assert [kept[t] for t in (60, 3000, 3600, 7198, 7300)] == [3, 0, 4, 4, 0]
+    assert [kept[t] for t in (3598, 3599)] == [0, 4], "an instance starts in one second, and is there in time"
+    lasting = Autoscaler(msgspec.structs.replace(limits, zero=False, schedule=()))
+    number = 1
+    for second in range(100):
+        number = lasting.decide(LoadReading(0, 0, 0, number, number, 8, 0.05), second)
+    assert number == lasting.floor == 2
 
 
 @given(LIMITS, STEPS, st.integers(0, 119), st.floats(-1e6, 1e6))

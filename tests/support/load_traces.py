@@ -17,6 +17,7 @@ RATES: dict[str, Callable[[float], float]] = {  # of the time in parts of the tr
     "daily wave": lambda x: 7.8 - 6.2 * math.cos(2 * math.pi * x),
     "ten-fold burst": lambda x: 23.0 if 0.5 <= x < 0.6 else 2.3,
     "on-off": lambda x: 9.3 if 5 * x % 1 < 0.5 else 0.3,
+    "steps of one": lambda x: 0.7 if 10 * x % 1 < 0.5 else 1.7,
 }
 MODELS = 100
 STEP_S = 0.5  # of a clairvoyant's plan
@@ -75,7 +76,7 @@ class Clairvoyant(Autoscaler):
             need = max(need, min(limits.most, math.ceil(mean / (7 * STEP_S * capacity))))
             self.plan[k] = max(need, limits.fewest)
 
-    def decide(self, reading: LoadReading, now: float) -> int:
+    def decide(self, reading: LoadReading, now: float, day_s: float = 0.0) -> int:
         """The plan's number when an instance that starts now is up; those that are needed until then stay."""
         first, last = int(now / STEP_S), int((now + self.start_s) / STEP_S) + 1
         return max(self.plan[first : last + 1], default=reading.present)

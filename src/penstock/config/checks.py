@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Final, NoReturn
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from penstock.config.inputs import input_texts
 from penstock.config.schema import (
@@ -35,6 +36,7 @@ MOST_PASSWORD_BYTES: Final = 1024  # of a key, for Python's ssl
 MOST_LABEL_BYTES: Final = 64 * 2**20  # a choice: far above the names of any classes
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 _HOST = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*", re.ASCII)
+_DAY_TIME = re.compile(r"([01]?\d|2[0-3]):[0-5]\d", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", re.IGNORECASE)
 # GPUs are cuda here; GPU and GPU.0 are names of OpenVINO
 _DEVICE = re.compile(
@@ -218,6 +220,39 @@ def device_budgets(devices: Mapping[str, int | str]) -> dict[str, int]:
     return found
 
 
+def day_times(scale: AutoscaleConfig, where: str = "") -> tuple[tuple[float, int], ...]:
+    """The schedule as (seconds since midnight, least instances), in order. Raises ConfigError."""
+    found = []
+    for text, instances in scale.schedule.items():
+        if not _DAY_TIME.fullmatch(text):
+            raise ConfigError(
+                f"{where}autoscale.schedule: found {shorten(text, 100)!r}, expected a time of day such as 07:30"
+            )
+        if scale.max is not None and instances > scale.max:
+            raise ConfigError(
+                f"{where}autoscale.schedule: found {instances} from {text} on, expected at most autoscale.max"
+                f" ({scale.max})"
+            )
+        hours, minutes = text.split(":")
+        found.append((int(hours) * 3600.0 + int(minutes) * 60.0, instances))
+    return tuple(sorted(found))
+
+
+def _check_schedule(scale: AutoscaleConfig, where: str) -> None:
+    day_times(scale, where)
+    if scale.timezone is None:
+        return
+    if not scale.schedule:
+        raise ConfigError(f"{where}autoscale.timezone: found {scale.timezone!r} without autoscale.schedule")
+    try:
+        ZoneInfo(scale.timezone)
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        raise ConfigError(
+            f"{where}autoscale.timezone: found {shorten(scale.timezone, 100)!r}, which this machine does not know;"
+            " expected a zone such as Europe/Berlin (the package tzdata has them)"
+        ) from None
+
+
 def _check_autoscale(model: ModelConfig, where: str) -> None:
     """Raises ConfigError for limits that contradict each other, or a model whose instances cannot come and go."""
     scale = model.autoscale
@@ -232,6 +267,11 @@ def _check_autoscale(model: ModelConfig, where: str) -> None:
             f"{where}instances: found {model.instances}, expected autoscale.min to max ({scale.min} to {scale.max});"
             " leave it out to start with autoscale.min"
         )
+    if scale.spare >= scale.max and scale.spare:
+        raise ConfigError(
+            f"{where}autoscale.spare: found {scale.spare}, expected fewer than autoscale.max ({scale.max})"
+        )
+    _check_schedule(scale, where)
     if scale.slo_s is not None and scale.target_wait_s is not None:
         raise ConfigError(f"{where}autoscale: found slo_s and target_wait_s; keep one of them")
     if model.transport == "inline":

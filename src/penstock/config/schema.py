@@ -312,6 +312,15 @@ class AutoscaleConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     scale_to_zero: Annotated[
         bool, doc("after `idle_s` without a request no instance is left; the next request starts one and waits for it")
     ] = False
+    spare: Annotated[Count, doc("instances that are kept ready above the need, for steps of the load")] = 0
+    headroom: Annotated[Amount, doc("share by which the load may be larger than predicted, such as 0.25")] = 0.0
+    schedule: Annotated[
+        dict[str, Count],
+        doc('least instances from a time of day on, every day, such as {"07:30" = 4, "19:00" = 0}; 0 leaves `min`'),
+    ] = field(default_factory=dict)
+    timezone: Annotated[
+        str | None, doc('zone of the times in `schedule`, such as "Europe/Berlin"; by default the local time')
+    ] = None
 
 
 REMOTE = ("ray",)  # transports whose workers run on other machines, with devices of their own

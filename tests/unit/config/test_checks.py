@@ -207,6 +207,30 @@ REFUSED: list[tuple[Config, str]] = [
         models(m={"autoscale": AutoscaleConfig(min=3, max=2)}),
         r"autoscale.min: found 3, expected at most autoscale.max \(2\)",
     ),
+    (models(m={"autoscale": AutoscaleConfig(max=2, spare=2)}), r"autoscale.spare: found 2, expected fewer than"),
+    (models(m={"autoscale": AutoscaleConfig(spare=2)}), r"autoscale.max: found none, expected the most instances"),
+    *(
+        (
+            models(m={"autoscale": AutoscaleConfig(max=2, schedule={text: 1})}),
+            r"autoscale.schedule: found '.*', expected a time of day such as 07:30",
+        )
+        for text in ("7.30", "24:00", "07:30:00", "mon 07:30", "")
+    ),
+    (
+        models(m={"autoscale": AutoscaleConfig(max=2, schedule={"07:30": 3})}),
+        r"autoscale.schedule: found 3 from 07:30 on, expected at most autoscale.max \(2\)",
+    ),
+    (
+        models(m={"autoscale": AutoscaleConfig(max=2, timezone="UTC")}),
+        r"autoscale.timezone: found 'UTC' without autoscale.schedule",
+    ),
+    *(
+        (
+            models(m={"autoscale": AutoscaleConfig(max=2, schedule={"07:30": 2}, timezone=zone)}),
+            r"autoscale.timezone: found .*, which this machine does not know; expected a zone such as Europe/Berlin",
+        )
+        for zone in ("Europe/Berlim", "Europe", "../../etc/passwd", "")
+    ),
     (models(m={"autoscale": AutoscaleConfig(min=2)}), r"autoscale.max: found none, expected the most instances"),
     (
         models(m={"autoscale": AutoscaleConfig(min=2, max=3), "instances": 4}),

@@ -9,6 +9,9 @@ The need is the number of full batches per second that keeps the wait in the que
 
 More instances start at once. Fewer remain only after a quiet window without any need for more, so within a window the
 number changes its direction at most once.
+
+No prediction sees a step of the load before it comes, and a slow start then makes requests late. Against that stand
+`spare` instances above the need, `headroom` above the rate, and a schedule of steps that come every day.
 """
 
 import math
@@ -27,11 +30,13 @@ _MAX_DISPERSION = 8.0
 MIN_TICK_S = 0.05
 START_S = 1.0  # assumed time of a start before one was measured
 _MIN_WAIT = 0.25  # of the SLO: a target remains even if a batch takes nearly as long as the SLO
+DAY_S = 86400.0
 
 
 class AutoscaleLimits(Struct, frozen=True, kw_only=True):
     """`fewest` to `most` instances keep the wait below `wait_s`, or wait and run below `slo_s` if that is given. The
-    number falls after `quiet_s`; to zero with `zero`."""
+    number falls after `quiet_s`; to zero with `zero`. `spare` instances are kept above the need, which is planned for
+    a load larger by the share `headroom`. `schedule`: (seconds since midnight, least instances from then on)."""
 
     fewest: int
     most: int
@@ -39,6 +44,18 @@ class AutoscaleLimits(Struct, frozen=True, kw_only=True):
     slo_s: float | None = None
     wait_s: float = 1.0
     zero: bool = False
+    spare: int = 0
+    headroom: float = 0.0
+    schedule: tuple[tuple[float, int], ...] = ()
+
+    def least(self, day_s: float, ahead_s: float) -> int:
+        """What the schedule asks for between a time of day and `ahead_s` seconds later; 0 without one."""
+        now = max((t for t, _ in self.schedule if t <= day_s), default=self.schedule[-1][0] if self.schedule else 0.0)
+        return max((n for t, n in self.schedule if t == now or 0 < (t - day_s) % DAY_S <= ahead_s), default=0)
+
+    def next_s(self, day_s: float, ahead_s: float) -> float:
+        """Seconds until `least` may change; infinite without a schedule."""
+        return min(((t - early - day_s) % DAY_S for t, _ in self.schedule for early in (0, ahead_s)), default=math.inf)
 
     @property
     def tick_s(self) -> float:
@@ -98,14 +115,24 @@ class Autoscaler:
         self._stay = Stay()
         self._full_s = 0.0  # smoothed
         self.need = limits.fewest  # of the last reading
+        self._scheduled = 0
 
     def started(self, seconds: float) -> None:
         """Learns the time of a start, from the decision until the instance is up."""
         self._starts += 1
         self.start_s += (seconds - self.start_s) / min(self._starts, 4)
 
-    def decide(self, reading: LoadReading, now: float) -> int:
-        """The number of instances there should be. A clock that goes back starts the history again."""
+    @property
+    def floor(self) -> int:
+        """The number that remains without any load."""
+        limits = self.limits
+        if limits.zero and not self._scheduled:
+            return 0
+        return max(limits.fewest, self._scheduled, min(limits.most, limits.spare))
+
+    def decide(self, reading: LoadReading, now: float, day_s: float = 0.0) -> int:
+        """The number of instances there should be; `day_s` is the time of day for a schedule. A clock that goes back
+        starts the history again."""
         if self._counts and now < self._counts[-1][0]:
             self._counts.clear()
             self._needs.clear()
@@ -116,6 +143,7 @@ class Autoscaler:
         self._count(reading.arrived_rows, now)
         while self._starting and (self._starting[0][0] <= now - self.start_s or reading.present == reading.up):
             self._starting.popleft()
+        self._scheduled = self.limits.least(day_s, self.start_s)
         self.need = need = self._bounded(self._need(reading, now), now)
         needs = self._needs
         while needs and needs[-1][1] <= need:
@@ -132,9 +160,9 @@ class Autoscaler:
 
     def _bounded(self, need: int, now: float) -> int:
         limits = self.limits
-        if limits.zero and now - self._busy_s >= limits.quiet_s:
+        if self.floor == 0 and now - self._busy_s >= limits.quiet_s:
             return 0
-        return max(limits.fewest, 1, min(limits.most, need))
+        return max(limits.fewest, self._scheduled, 1, min(limits.most, need + limits.spare))
 
     def _count(self, rows: int, now: float) -> None:
         counts, limits = self._counts, self.limits
@@ -153,12 +181,14 @@ class Autoscaler:
             full_s = self._full_s + (full_s - self._full_s) * (1 - math.exp(-2 * since_s / self._window_s))
         self._full_s = full_s
         if full_s <= 0:  # nothing is learned: add one while rows wait behind a full batch on each instance
-            return reading.up + (reading.queued_rows > reading.full_rows * reading.up)
+            known = max(1, reading.up - limits.spare) if reading.queued_rows or reading.running_rows else 0
+            return known + (reading.queued_rows > reading.full_rows * reading.up)
         capacity = reading.full_rows / full_s  # rows/s of an instance
         wait_s = limits.wait_s
         if limits.slo_s is not None:
             wait_s = max(limits.slo_s - full_s, _MIN_WAIT * limits.slo_s)
         rate, dispersion = self._predicted()
+        rate *= 1 + limits.headroom
         steady = (rate + _MARGIN * dispersion / wait_s) / capacity if rate else 0.0
         # when an instance that starts now is up; those that start already serve for as long as they have been starting
         served_s = reading.up * self.start_s + sum(n * (now - t) for t, n in self._starting)

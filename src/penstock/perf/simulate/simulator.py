@@ -16,7 +16,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from penstock.config.schema import BatchingConfig
-from penstock.core.batching.autoscale import AutoscaleLimits, Autoscaler, LoadReading
+from penstock.core.batching.autoscale import DAY_S, AutoscaleLimits, Autoscaler, LoadReading
 from penstock.core.batching.entry import INF, Dispatch, Entry, Event, Outcome
 from penstock.core.batching.ladder import Ladder
 from penstock.core.batching.policies.base import BatchPolicy
@@ -296,7 +296,8 @@ def simulate_scaling(
     start_s: float,
     policy: Autoscaler | None = None,
 ) -> ScalingResult:
-    """The result of scaling by `policy`, an Autoscaler by default. An instance is up `start_s` after the decision."""
+    """The result of scaling by `policy`, an Autoscaler by default. An instance is up `start_s` after the decision. The
+    time 0 is midnight."""
     simulation = _ScalingSimulation(service, settings, limits, policy or Autoscaler(limits), start_s)
     return simulation.scale(load)
 
@@ -344,7 +345,7 @@ class _ScalingSimulation(Simulation):
             self.requests, scheduler.queued_rows, scheduler.running_rows, len(present), scheduler.up,
             rows, scheduler.seconds(rows),
         )  # fmt: skip
-        number = self.policy.decide(reading, now)
+        number = self.policy.decide(reading, now, now % DAY_S)
         if number == len(present):
             return
         for _ in range(number - len(present)):

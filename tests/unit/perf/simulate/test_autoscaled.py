@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 from tests.support.load_traces import CAPACITY, Clairvoyant, least_worker_s, too_many, trace
 
@@ -28,6 +31,26 @@ def test_the_slo_holds_for_little_more_than_the_least_cost() -> None:
     assert least_s < best.worker_s
     assert found.worker_s <= 1.25 * least_s
     assert too_many(found, best, LIMITS.quiet_s) <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("steps of one", {"spare": 1}),
+        ("steps of one", {"headroom": 0.25}),
+        ("step", {"schedule": ((0.0, 4), (SECONDS / 3, 13), (2 * SECONDS / 3, 0))}),
+    ],
+)
+def test_few_requests_are_late_in_steps_although_starts_are_slow(name: str, more: dict[str, Any]) -> None:
+    arrivals = trace(name, SECONDS)
+
+    def late(limits: AutoscaleLimits) -> float:
+        return simulate_scaling(SERVICE, OpenLoop(arrivals), SETTINGS, limits, start_s=3.0).late(SLO_S)
+
+    limits = AutoscaleLimits(fewest=1, most=64, quiet_s=10.0, slo_s=SLO_S)
+    better, before = late(msgspec.structs.replace(limits, **more)), late(limits)
+    assert better <= 0.03, better
+    assert better <= 0.3 * before, (better, before)
 
 
 def test_a_load_without_changes_is_left_alone() -> None:
