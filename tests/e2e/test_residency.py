@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import urllib.request
@@ -144,6 +145,22 @@ def test_a_load_without_memory_is_repeated_with_more_room(start: Callable[..., A
     ask(server, "greedy")
     assert server.metric("penstock_device_resident_bytes", device="cpu") > DECLARED * 1.2
     assert "more_memory" in server.said()
+
+
+def test_a_model_that_takes_more_than_the_budget_leaves_and_says_so(serve: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "penstock.toml").write_text('[devices]\ncpu = "30MB"\n[models.m]\ntarget = "app.py:Large"')
+    server = serve(SOURCE, "penstock.toml")
+    server.post("/predictions/m", b"1")  # its batch may run before the memory is measured
+    end = time.monotonic() + 20
+    while server.metric("penstock_device_resident_bytes", device="cpu"):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    status, body = server.post("/predictions/m", b"1")
+    assert status == 503
+    assert re.search(
+        r"'m' took \d\d,\d+,\d+ bytes of cpu when it was loaded, and its budget is 30,000,000 bytes", body.decode()
+    )
+    assert (tmp_path / "loads").read_text() == "x"
 
 
 @pytest.mark.parametrize(
