@@ -149,6 +149,10 @@ def simulate(**flags: Any) -> None:
 @click.option("--model", default="", metavar="NAME", help="The model, if a FILE or a URL has several.")
 @_HANDOVER
 @click.option("--start", default="10s", show_default=True, metavar="TIME", help="Start of an instance, to autoscale.")
+@click.option("--spare", type=click.IntRange(0, 1000), default=0, show_default=True, help="autoscale.spare to try.")
+@click.option(
+    "--headroom", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="autoscale.headroom to try."
+)
 @_JITTER
 @_SEED
 @click.option(

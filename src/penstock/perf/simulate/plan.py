@@ -137,6 +137,8 @@ def read_options(flags: dict[str, Any], slo: Slo, curve: CostCurve, texts: OpenL
         handover_s=handover_s,
         jitter=flags["jitter"],
         start_s=parse_duration(flags["start"]),
+        spare=flags["spare"],
+        headroom=flags["headroom"],
         seed=flags["seed"],
     )
 

@@ -44,14 +44,14 @@ LONG: Final = 20  # and the time of so many of the largest batches: with many in
 BINS: Final = 96  # of all arrivals: quarters of an hour of a day
 HOLE: Final = 50.0  # times the mean gap,
 HOLE_SHARE: Final = 0.01  # and a share of the whole time: a longer gap is hardly chance
-SPARE: Final = 1.25  # times the planned instances, that an autoscaler may start: it follows the load with a delay
+SCALED: Final = 1.25  # times the planned instances, that an autoscaler may start: it follows the load with a delay
 
 
 class PlanOptions(Struct, frozen=True, kw_only=True):
     """`slo` has a latency. `failures` instances may be down; `batches` are the ceilings to try, padded to `sizes` (the
     key of that name). `price` is paid per
     instance and hour, `handover_s` the way from the queue to the worker and back. With `start_s`, the time of an
-    instance's start, an autoscaler is simulated too. `seed` seeds run times."""
+    instance's start, an autoscaler is simulated too, with its `spare` and `headroom`. `seed` seeds run times."""
 
     slo: Slo
     batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
@@ -65,6 +65,8 @@ class PlanOptions(Struct, frozen=True, kw_only=True):
     handover_s: float = 0.0005
     jitter: float = 0.05
     start_s: float | None = None
+    spare: int = 0
+    headroom: float = 0.0
     seed: int = 0
 
 
@@ -279,7 +281,7 @@ class Planner:
             limit=PlanLimit(limit.offered, limit.offered / needed, limit.busy, limit.wait_s or 0.0) if limit else None,
             full_rate=self._capacity(instances, batch) / self._rows,
             day=day,
-            autoscaled=None if o.start_s is None else scaled(self.load, self.service, settings, o.start_s),
+            autoscaled=None if o.start_s is None else scaled(self.load, self.service, settings, o),
             tried=sorted(self.tried.values(), key=lambda one: (one.batch, one.instances)),
             notes=self._notes(batch),
             cost=PlanCost(None if memory is None else memory * instances, hour, million),
@@ -399,10 +401,12 @@ def profile(simulation: Simulation) -> DayProfile:
     )
 
 
-def scaled(load: OpenLoop, service: ServiceTime, settings: SimulationSettings, start_s: float) -> ScalingProfile:
-    """The load on instances that `[models.NAME.autoscale]` with `max` and `slo_s` starts and ends; `settings.slots`,
-    the planned number, are up at its beginning."""
-    config = AutoscaleConfig(max=math.ceil(SPARE * settings.slots), slo_s=settings.slo_s)
+def scaled(load: OpenLoop, service: ServiceTime, settings: SimulationSettings, options: PlanOptions) -> ScalingProfile:
+    """The load on instances that `[models.NAME.autoscale]` with the keys of `options` starts and ends;
+    `settings.slots`, the planned number, are up at its beginning."""
+    start_s, spare = options.start_s or 0.0, options.spare
+    most = math.ceil(SCALED * settings.slots) + spare
+    config = AutoscaleConfig(max=most, slo_s=settings.slo_s, spare=spare, headroom=options.headroom)
     limits = limits_of(config, BatchingConfig())
     found = simulate_scaling(service, load, settings, limits, start_s=start_s)
     assert settings.slo_s is not None

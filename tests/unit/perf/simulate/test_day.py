@@ -8,8 +8,9 @@ from array import array
 import pytest
 
 from penstock.core.batching.policies.adaptive import Adaptive
+from penstock.perf.bench.measurement import parse_slo
 from penstock.perf.bench.workload import parse_arrival, times
-from penstock.perf.simulate.planner import BINS, busiest, holes, profile, scaled
+from penstock.perf.simulate.planner import BINS, PlanOptions, busiest, holes, profile, scaled
 from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime, SimulationSettings, simulated
 
 EXACT = ServiceTime(0.02, 0.002, jitter=0.0, tail=0.0)
@@ -73,7 +74,7 @@ def test_the_profile_counts_each_request_and_each_busy_second_once() -> None:
 def test_autoscaling_needs_fewer_instance_seconds_than_the_peak() -> None:
     load = OpenLoop(waves())
     settings = SimulationSettings(slots=4, max_batch_size=1, slo_s=0.5)
-    found = scaled(load, EXACT, settings, 2.0)
+    found = scaled(load, EXACT, settings, PlanOptions(slo=parse_slo("p99<=500ms"), start_s=2.0))
     assert (found.fewest, found.most, found.start_s) == (1, 5, 2.0)
     assert found.fixed_s == pytest.approx(4 * load.arrivals[-1])
     assert 600 < found.instance_s < 0.7 * found.fixed_s

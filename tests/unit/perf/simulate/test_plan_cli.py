@@ -184,6 +184,10 @@ def test_a_recording_is_autoscaled_and_its_folder_has_a_page_with_plots_and_the_
     assert plan["autoscaled"]["start_s"] == 2
     assert plan["autoscaled"]["instance_s"] < plan["autoscaled"]["fixed_s"]
     assert planned("--arrivals", "poisson:100", "--slo", "p99<=1s")["autoscaled"] is None
+    for more in (("--spare", "1"), ("--headroom", "0.5")):
+        safer = json.loads(run("--arrivals", trace, *slow, *more, "--json").stdout)["autoscaled"]
+        assert safer["late"] < plan["autoscaled"]["late"]
+        assert safer["instance_s"] > plan["autoscaled"]["instance_s"]
     assert f"{plan['instances']} instance" in page
     assert "per million requests" in page
     assert "<script" not in page
