@@ -32,6 +32,10 @@ _LOADS = 4.0
 OUT_OF_MEMORY = 1.25  # factor on the estimate of a model whose load ran out of memory
 
 
+class OverBudget(ConfigError):
+    """There can never be room for a model. The text has nothing that a client may not see."""
+
+
 class ResidentModel(Struct, eq=False):
     """One model version. `need` has its bytes on each device, 0 if not known yet; `memory_declared`: from its section.
 
@@ -94,7 +98,7 @@ class Residency:
         self._scores: Floats = np.zeros(len(MEMORIES))  # logarithms of the probability that each gave the last uses
 
     def add(self, model: ResidentModel) -> None:
-        """Raises ConfigError if it can never be loaded."""
+        """Raises OverBudget if it can never be loaded."""
         self.check(model)
         self.models[model.key] = model
 
@@ -103,7 +107,7 @@ class Residency:
         return sum(m.need.get(device, 0) for m in self.models.values() if m.pinned and m is not model)
 
     def check(self, model: ResidentModel) -> None:
-        """Raises ConfigError if there can never be room: a size that was measured may be more than was expected."""
+        """Raises OverBudget if there can never be room: a size that was measured may be more than was expected."""
         for device, need in self.reservation(model).items():
             if device not in self.budgets:
                 continue
@@ -115,7 +119,7 @@ class Residency:
                     if model.loads
                     else f"needs {need:,} bytes of {device}"
                 )
-                raise ConfigError(
+                raise OverBudget(
                     f"model '{model.key[0]}' {needs}, and its budget is {self.budgets[device]:,} bytes{pinned}:"
                     " raise it in [devices]"
                 )

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.backoff import Backoff
-from penstock.core.batching.residency import Residency, ResidentModel
+from penstock.core.batching.residency import OverBudget, Residency, ResidentModel
 from penstock.core.readings import private_bytes
 from penstock.errors import ConfigError, LoadFailed, LoadOutOfMemory, ModelNotReady, PenstockError, describe
 
@@ -152,7 +152,7 @@ class ResidencyManager:
                 continue  # it comes back after it has left
             try:
                 residency.check(model)
-            except ConfigError as e:  # the others need not wait for it
+            except OverBudget as e:  # the others need not wait for it
                 del self._wanted[model]
                 self._refuse(model, self._handles[model], e)
                 continue
@@ -241,9 +241,9 @@ class ResidencyManager:
         self._turn()
 
     def _refuse(self, model: ResidentModel, handle: "ModelHandle", error: PenstockError) -> None:
-        """Answers the requests that waited, and refuses further ones for a while. They learn the cause only if it is a
-        budget: the text of another error may contain paths."""
-        why = str(error) if isinstance(error, ConfigError) else f"model '{model.key[0]}' did not load"
+        """Answers the requests that waited, and refuses further ones for a while. They learn the cause if it is the
+        budget; the text of another error may contain paths."""
+        why = str(error) if isinstance(error, OverBudget) else f"model '{model.key[0]}' did not load"
         _, backoff, _ = self._refused.get(model) or (0.0, Backoff(RETRY_S, MOST_RETRY_S), "")
         wait = backoff.next_s()
         self._refused[model] = time.monotonic() + wait, backoff, why

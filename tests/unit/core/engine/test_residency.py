@@ -254,16 +254,19 @@ async def test_a_model_whose_batcher_cannot_be_made_fails_each_time_it_is_wanted
         assert place(engine, "m") == "out"
 
 
-async def test_an_error_that_is_not_ours_ends_a_load_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError("too many open files"), ConfigError("no file /srv/secret/weights")])
+async def test_any_error_ends_a_load_and_clients_do_not_see_it(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with Engine(budgets={"cpu": 100}) as engine:
         await engine.load("m", config(60), target=Gated())
 
         async def refuse(drain_s: float) -> None:
-            raise OSError("too many open files")
+            raise error
 
         monkeypatch.setattr(engine.handle("m", None).instances, "bring_up", refuse)
         async with asyncio.timeout(20):
-            with pytest.raises(ModelNotReady, match="did not load"):
+            with pytest.raises(ModelNotReady, match=r"^model 'm' did not load$"):
                 await engine.infer("m", 1)
         assert place(engine, "m") == "out"
 
