@@ -19,6 +19,7 @@ import pytest
 
 from penstock import DeadlineExceeded, Streamer, WorkerDied, connect
 from penstock.errors import ConfigError, ModelNotReady
+from penstock.streamer.shared.protocol import IDENTITY
 from support.shared_batchers import Batchers, batchers, until
 
 MODELS = """
@@ -285,15 +286,17 @@ def test_large_calls_of_many_threads_survive_the_death_of_their_batcher(
 def test_a_batcher_that_cannot_start_is_an_error_with_the_place_of_its_log(
     models: SimpleNamespace, shared: Batchers, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir(0o700)
-    (folder / "file.sock").touch()
+    with Streamer(models.echo, 4, shared="file", linger_s=0.1) as streamer:
+        assert streamer.predict([1]) == [1]
+        (path,) = shared.sockets()
+    until(lambda: not shared.running())
+    path.touch()
     with Streamer(models.echo, 4, shared="file", linger_s=0.1) as streamer:
         for _ in range(2):  # the second call may meet the pause before the next attempt
-            with pytest.raises(ModelNotReady, match=r"ended before it listened; its log is .*file\.sock\.log"):
+            with pytest.raises(ModelNotReady, match=r"ended before it listened; its log is .*file\.sock\..*\.log"):
                 streamer.predict([1])
-        assert "file.sock is not a socket: remove it, or use another name" in shared.log()
-        (folder / "file.sock").unlink()
+        assert f"{path} is not a socket: remove it, or use another name" in shared.log()
+        path.unlink()
         until(lambda: answers(streamer))
 
 
@@ -328,7 +331,7 @@ def test_another_user_can_neither_offer_a_socket_nor_use_one(
     """
     with Streamer(models.echo, 4, shared="private", linger_s=0.1) as streamer:
         assert streamer.predict([1]) == [1]
-        path = tmp_path / "run" / "private.sock"
+        (path,) = shared.sockets()
         for part in [path.parent, *tmp_path.parents, tmp_path]:  # so that only the credentials are left to refuse them
             if part != Path("/"):
                 part.chmod(part.stat().st_mode | 0o055)
@@ -341,7 +344,7 @@ def test_another_user_can_neither_offer_a_socket_nor_use_one(
     trap = tmp_path / "trap"
     trap.mkdir()
     trap.chmod(0o777)
-    liar = shared.start(program, "offer", str(trap / "trap.sock"), cwd=Path("/"))
+    liar = shared.start(program, "offer", f"{trap}/trap.sock.{'0' * IDENTITY}", cwd=Path("/"))
     assert liar.stdout is not None
     assert liar.stdout.readline() == "listening\n"
     with pytest.raises(ConfigError, match="mode 0777, expected 0700"):

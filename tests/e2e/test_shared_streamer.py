@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from penstock.errors import ConfigError, ModelNotReady
+from penstock.streamer.base import BaseStreamer
 from support.shared_batchers import Batchers, batchers, until
 from support.webservers import ask, served
 
@@ -121,7 +124,7 @@ def test_eight_processes_at_once_start_one_batcher_although_a_dead_one_left_its_
         if round_ == 0:
             batcher.kill()
             batcher.wait(20)
-            assert (tmp_path / "run" / "race.sock").exists()
+            assert shared.sockets()
         for one in programs:
             one.communicate("\n")
             assert one.returncode == 0
@@ -141,7 +144,7 @@ def test_a_batcher_ends_after_its_last_client_and_a_new_one_starts(shared: Batch
     assert second.predict([1])[0][0] in pids, "the other client has left, but not this one"
     second.destroy_workers()
     until(lambda: not shared.running())
-    assert not (tmp_path / "run" / "often.sock").exists()
+    assert not shared.sockets()
     with pytest.raises(ModelNotReady, match="no batcher listens"):
         connect("unix:often").predict([1])
     for _ in range(3):  # each may find the one before in any state of its end
@@ -149,25 +152,91 @@ def test_a_batcher_ends_after_its_last_client_and_a_new_one_starts(shared: Batch
             assert streamer.predict([1])[0][2] == 1
 
 
-def test_another_function_or_setting_under_the_same_name_is_a_clear_error(shared: Batchers, tmp_path: Path) -> None:
+def test_other_settings_under_the_same_name_get_a_batcher_of_their_own(
+    shared: Batchers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from model import Model
 
-    from penstock import Streamer
+    from penstock import Streamer, connect
 
+    with ExitStack() as stack:
+
+        def started(size: int) -> Streamer:
+            return stack.enter_context(Streamer(Model, size, shared="mine", linger_s=0.1, wait_for_worker_ready=True))
+
+        def worker(streamer: BaseStreamer) -> int:
+            pid: int = streamer.predict([1])[0][0]
+            return pid
+
+        first, second = started(4), started(8)
+        assert "batch_size is 4 there and 8 here" in caplog.text
+        assert worker(first) != worker(second)
+        assert worker(started(4)) == worker(first)
+        assert worker(stack.enter_context(connect("unix:mine"))) == worker(second), "the newest serves guests"
+        third, fourth = started(16), started(32)
+        with pytest.raises(ConfigError, match=r"4 batchers of this name run .*: give the same in all processes, or"):
+            started(64)
+        assert len({worker(each) for each in (first, second, third, fourth)}) == len(shared.running()) == 4
+    until(lambda: not shared.running())
     with Streamer(Model, 4, shared="mine", linger_s=0.1) as streamer:
         assert streamer.predict([1])
-        for keys, named in (
-            ({"batch_size": 8}, "batch_size is 4 there and 8 here"),
-            ({"batch_size": 4, "model_init_args": [1]}, "digest of the model's name, file and arguments is"),
-        ):
-            with Streamer(Model, shared="mine", linger_s=0.1, **keys) as other:
-                with pytest.raises(ConfigError, match=named):
-                    other.predict([1])
-                with pytest.raises(ConfigError, match=named):
-                    other.predict([1])
-        with pytest.raises(ConfigError, match=r"linger_s is 0\.1 there and 7 here"):
-            Streamer(Model, 4, shared="mine", linger_s=7, wait_for_worker_ready=True)
-        assert streamer.predict([2])
+        assert len(list((tmp_path / "run").glob("mine.sock.*.log"))) == 1, "files of dead batchers are left"
+
+
+DEPLOYED = """
+    import os
+
+    from penstock import Streamer
+    from predicting import predict
+    from version import VERSION
+
+    streamer = Streamer(predict, 16, shared="deployed", linger_s=0.2, worker_timeout=60)
+
+    def app(environ, start_response):
+        [version] = streamer.predict([1])
+        start_response("200 OK", [("content-type", "application/json"), ("connection", "close")])
+        return [f"[{VERSION}, {version}]".encode()]
+"""
+PREDICTING = """
+def predict(batch):
+    from version import VERSION  # late: it is a part of the code all the same
+    return [VERSION] * len(batch)
+"""
+
+
+def test_a_rolling_restart_serves_new_code_from_a_second_batcher_without_an_error(
+    shared: Batchers, tmp_path: Path
+) -> None:
+    """gunicorn replaces its processes upon SIGHUP, under load, after a deployment that changed an imported file."""
+    (tmp_path / "predicting.py").write_text(PREDICTING)
+    (tmp_path / "version.py").write_text("VERSION = 1\n")
+    command = [str(BIN / "gunicorn"), "-b", "{socket}", "-w", "3", "--graceful-timeout", "20", "app:app"]
+    environment = {**shared.environment(), "PYTHONDONTWRITEBYTECODE": "1"}
+    with served(tmp_path, DEPLOYED, environment, *command) as (url, process, said):
+        assert ask(url) == [1, 1]
+        answers: list[list[int]] = []
+        over = threading.Event()
+
+        def load() -> None:
+            while not over.is_set():
+                answers.append(ask(url))
+
+        with ThreadPoolExecutor(8) as pool:
+            loading = [pool.submit(load) for _ in range(8)]
+            try:
+                for version in (2, 3):
+                    (tmp_path / "version.py").write_text(f"VERSION = {version}\n")
+                    process.send_signal(signal.SIGHUP)
+                    until(lambda version=version: answers[-20:] == [[version] * 2] * 20)
+                until(lambda: len(shared.running()) == 1)
+            finally:
+                over.set()
+            for each in loading:
+                each.result()  # raises for any answer but 200
+        assert {tuple(answer) for answer in answers} == {(1, 1), (2, 2), (3, 3)}, "code of two versions was mixed"
+        assert "Traceback" not in os.pread(said.fileno(), 2**20, 0).decode()
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
 
 
 def test_a_function_of_the_main_program_runs_in_a_shared_batcher(shared: Batchers, tmp_path: Path) -> None:

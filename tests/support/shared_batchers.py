@@ -63,6 +63,10 @@ class Batchers:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
 
+    def sockets(self) -> list[Path]:
+        """The files of sockets, also those that dead batchers left."""
+        return [path for path in self.folder.iterdir() if path.is_socket()]
+
     def log(self) -> str:
         """What the batchers of the folder have logged."""
         return "".join(path.read_text() for path in sorted(self.folder.glob("*.log")))

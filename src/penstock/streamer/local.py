@@ -202,7 +202,7 @@ class Streamer(LocalStreamer):
     ) -> None:
         """Public keyword arguments, in the order of service_streamer. Raises ValueError, TypeError; LoadFailed if the
         model cannot be sent to a process; ConfigError for a wrong `shared` or `ray`; with `wait_for_worker_ready` also
-        the model's own error, and ConfigError if the batcher has other settings."""
+        the model's own error, and ConfigError if too many batchers of this name run."""
         check_callable("predict_function_or_model", predict_function_or_model)
         check_count("worker_num", worker_num)
         check_start_method(mp_start_method)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import logging
 import mmap
 import os
@@ -40,6 +41,7 @@ from penstock.errors import Cancelled, ConfigError, PenstockError, QueueFull, de
 from penstock.serving.process import TextFormatter, runner
 from penstock.streamer.local import LocalBackend
 from penstock.streamer.shared.protocol import (
+    IDENTITY,
     READY,
     STARTER_FD,
     VERSION,
@@ -56,6 +58,7 @@ from penstock.streamer.shared.protocol import (
     read_offer,
     seal,
     sealed_values,
+    socket_paths,
 )
 from penstock.types import BatchPart, Item, ItemResult
 
@@ -71,7 +74,7 @@ JOIN_S: Final = 10.0  # for the first message of a client
 STALL_S: Final = 30.0  # in which a client takes no byte of its responses
 REQUEST_BYTES: Final = 64 * 2**20  # shared memory of one client; larger payloads follow in the stream
 REPLY_BYTES: Final = 64 * 2**20
-JOIN_BYTES: Final = 16 * 2**10  # of the first message: its settings have a few hundred
+JOIN_BYTES: Final = 2**10  # of the first message
 
 
 class Session:
@@ -79,6 +82,7 @@ class Session:
 
     def __init__(self, batcher: SharedBatcher, sock: Any) -> None:
         self._batcher = batcher
+        self.guest = False
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, tuple[Ticket | None, int]] = {}  # ticket and rows of unanswered calls
@@ -150,11 +154,12 @@ class Session:
             self.close()
 
     def _join(self, message: JoinMessage) -> None:
-        error = self._batcher.refusal(message)
-        if error is not None:
-            self._channel.send(write(WorkerFailed(error)))
+        if message.version != VERSION:
+            text = f"the batcher runs Penstock {VERSION}, this process {message.version}: restart all"
+            self._channel.send(write(WorkerFailed(ConfigError(text))))
             self.close()
             return
+        self.guest = message.guest
         self._timer.cancel()
         self._channel.decoder.max_bytes = MAX_BYTES
         fds = [anonymous_file(REQUEST_BYTES), anonymous_file(REPLY_BYTES)]
@@ -264,10 +269,13 @@ _QUESTION = Item(None)
 
 
 class SharedBatcher:
-    """The clients of one model, and the backend that answers them. Sets `stop` when it is no longer needed."""
+    """The clients of one model, and the backend that answers them. Sets `stop` when it is no longer needed.
 
-    def __init__(self, offer: Offer, listener: Any, stop: asyncio.Event) -> None:
-        self._offer = offer
+    `path` is its socket.
+    """
+
+    def __init__(self, offer: Offer, listener: Any, path: str, stop: asyncio.Event) -> None:
+        self._offer, self._path = offer, path
         self.model = str(offer.config.target)
         self._listener = listener
         self._stop = stop
@@ -313,21 +321,13 @@ class SharedBatcher:
         if not self.sessions:
             self._linger.cancel()
             self._linger = self._loop.call_later(self._offer.linger_s, self._end_if_unused)
+        elif all(each.guest for each in self.sessions) and socket_paths(self._path[: -1 - IDENTITY])[0] != self._path:
+            self._stop.set()  # the guests go to the batcher of the newer code or settings
 
     def _end_if_unused(self) -> None:
         self._accept()  # a client may have come just now
         if not self.sessions:
             self._stop.set()
-
-    def refusal(self, message: JoinMessage) -> PenstockError | None:
-        """Why a client may not join; None if it may."""
-        if message.version != VERSION:
-            return ConfigError(f"the batcher runs Penstock {VERSION}, this process {message.version}: restart all")
-        conflict = "" if message.settings is None else self._offer.conflict(message.settings)
-        if conflict:
-            text = f"the batcher of this name has other settings: {conflict}; give the same, or use another name"
-            return ConfigError(text)
-        return None
 
     def welcome(self) -> WelcomeMessage:
         offer = self._offer
@@ -368,7 +368,7 @@ async def _serve(offer: Offer, listener: Any, path: str) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    batcher = SharedBatcher(offer, listener, stop)
+    batcher = SharedBatcher(offer, listener, path, stop)
     log.info("batcher_ready path=%s pid=%d", path, os.getpid())
     await stop.wait()
     signal.alarm(END_S)  # whatever hangs, the next batcher need not wait longer
@@ -408,6 +408,8 @@ def main(arguments: list[str]) -> None:
         offer = _received_offer(starter)
         alive = os.open(f"{path}.alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         fcntl.flock(alive, fcntl.LOCK_EX)  # until this process ends
+        os.ftruncate(alive, 0)
+        os.write(alive, json.dumps(offer.settings).encode())  # for those who start another one
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         handler = _LogFile(f"{path}.log", maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8")
         handler.setFormatter(TextFormatter("%(asctime)s %(process)d %(levelname)s %(name)s %(message)s"))

@@ -1,15 +1,20 @@
 """The way to the batcher of a name: joins it, or starts it if none runs; then carries calls, with their memory.
 
-A client starts a batcher while it holds the lock PATH.lock, and only if no process listens at PATH. The batcher itself
-holds PATH.alive from before it listens until its process ends. So two of them never run at the same time, also when
-one is just ending, and a file that a dead one left is no obstacle. The client opens nothing that a process forked in
-the meantime could keep: neither the listener nor the batcher's own lock. `join` blocks: a client calls it in a thread.
+Settings and code are the identity of a batcher, and a part of its socket's path. So a rolling restart starts a second
+batcher of the same name for the new processes, and the first one ends after the last old process. A client starts a
+batcher while it holds the lock of the name, and only if no process listens at the path. The batcher itself holds
+PATH.alive from before it listens until its process ends. So two with one identity never run at the same time, also
+when one is just ending, and a file that a dead one left is no obstacle. The client opens nothing that a process forked
+in the meantime could keep: neither the listener nor the batcher's own lock. `join` blocks: a client calls it in a
+thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import glob
+import json
 import logging
 import mmap
 import os
@@ -37,7 +42,7 @@ from penstock.core.wire.messages import (
 )
 from penstock.core.wire.slabs import Slab, SlabPool, map_read_only
 from penstock.core.worker.nesting import may_start_workers
-from penstock.errors import ModelNotReady
+from penstock.errors import ConfigError, ModelNotReady
 from penstock.streamer.shared.protocol import (
     READY,
     STARTER_FD,
@@ -53,6 +58,7 @@ from penstock.streamer.shared.protocol import (
     keep,
     put_values,
     socket_path,
+    socket_paths,
     write_offer,
 )
 from penstock.types import Item, ItemResult, Sink
@@ -62,6 +68,8 @@ log = logging.getLogger("penstock.streamer")
 START_S: Final = 60.0  # for a batcher to listen; it waits for the end of the previous batcher
 GREET_S: Final = 10.0  # for its response to a new client
 ATTEMPTS: Final = 5  # a batcher may end just when a client arrives
+MAX_BATCHERS: Final = 4  # of one name: each has the model in memory
+_LOCK_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Joined(Struct):
@@ -78,37 +86,78 @@ class Joined(Struct):
 
 
 def join(shared: str, offer: Offer | None) -> Joined:
-    """Connects to the batcher of a name or path, which starts with `offer` if none runs.
+    """Connects to the batcher with the identity of `offer`, which starts if none runs; without an offer, to the newest
+    batcher of the name.
 
-    Raises ConfigError for a wrong address, directory or user, or if the batcher has other settings; ModelNotReady if
+    Raises ConfigError for a wrong address, directory or user, or with too many batchers of this name; ModelNotReady if
     there is none, or if it does not start; LoadFailed in a worker that must not start another.
     """
-    path = socket_path(shared)
+    base = socket_path(shared)
     for _ in range(ATTEMPTS):
-        sock = connected(path)
+        paths = socket_paths(base) if offer is None else [f"{base}.{offer.identity}"]
+        path, sock = _first_connected(paths)
         if sock is None:
             if offer is None:
-                raise ModelNotReady(f"no batcher listens at {path}: a Streamer(..., shared={shared!r}) starts one")
-            sock = _started(path, offer)
+                raise ModelNotReady(f"no batcher listens at {base}.*: a Streamer(..., shared={shared!r}) starts one")
+            path, sock = _started(base, offer.renewed())
         joined = None if sock is None else _greeted(sock, path, offer)
         if joined is not None:
             return joined
     raise ModelNotReady(f"the batcher at {path} ended again and again before it answered; its log is {path}.log")
 
 
-def _started(path: str, offer: Offer) -> Any:
-    """A socket of a new batcher, or of one that another process has started meanwhile; None if it has ended."""
-    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _first_connected(paths: list[str]) -> tuple[str, Any]:
+    """(path, socket) of the first batcher that listens; the socket is None if none does."""
+    for path in paths:
+        if (sock := connected(path)) is not None:
+            return path, sock
+    return "", None
+
+
+def _started(base: str, offer: Offer) -> tuple[str, Any]:
+    """(path, socket) of a new batcher, or of one that another process has started meanwhile; the socket is None if it
+    has ended."""
+    path = f"{base}.{offer.identity}"
+    lock = os.open(f"{base}.lock", _LOCK_FILE, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         sock = connected(path)
         if sock is None:
+            _check_others(base, path, offer)
             _start(path, offer)
             sock = connected(path)
-        return sock
+        return path, sock
     finally:
         fcntl.flock(lock, fcntl.LOCK_UN)  # also for the copies of processes that were forked meanwhile
         os.close(lock)
+
+
+def _check_others(base: str, path: str, offer: Offer) -> None:
+    """Warns of other batchers of this name that run, and removes the files of dead ones. The caller holds the lock of
+    the name. Raises ConfigError if the others are too many."""
+    differences = []
+    for file in glob.glob(f"{glob.escape(base)}.*.alive"):
+        other = file.removesuffix(".alive")
+        if other == path:
+            continue
+        alive = os.open(file, _LOCK_FILE, 0o600)
+        try:
+            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with suppress(ValueError):  # its starter was killed before it had written them
+                differences.append(offer.differences(json.loads(os.read(alive, 2**16))))
+        else:
+            for each in glob.glob(f"{glob.escape(other)}*"):
+                os.unlink(each)
+        finally:
+            os.close(alive)
+    if len(differences) >= MAX_BATCHERS:
+        raise ConfigError(
+            f"{len(differences)} batchers of this name run with other code or settings, the most that can"
+            f" ({differences[0]}): give the same in all processes, or another name"
+        )
+    for each in differences:
+        log.warning("batcher_beside path=%s difference=%r: the other one ends after its last process", path, each)
 
 
 def _start(path: str, offer: Offer) -> None:
@@ -150,7 +199,7 @@ def _greeted(sock: Any, path: str, offer: Offer | None) -> Joined | None:
     try:
         sock.settimeout(GREET_S)
         with suppress(BrokenPipeError, ConnectionResetError):  # it ended, or refuses more clients and says so
-            sock.sendall(b"".join(write(JoinMessage(VERSION, None if offer is None else offer.settings))))
+            sock.sendall(b"".join(write(JoinMessage(VERSION, guest=offer is None))))
         message = _first_message(sock, fds)
         if message is None:
             close(sock)

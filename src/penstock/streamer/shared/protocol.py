@@ -10,7 +10,9 @@ The frames and most messages are those between a process and its own child.
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import json
 import os
 import pickle
 import re
@@ -19,6 +21,7 @@ import stat
 import struct
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -45,6 +48,7 @@ from penstock.core.wire.objects import dumps
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import BadOutput, BadRequest, ConfigError, PenstockError, describe
 from penstock.streamer.model import StreamerModel
+from penstock.streamer.shared.code import code_digest
 from penstock.types import Item
 
 VERSION = __version__
@@ -56,15 +60,17 @@ READY: Final = b"1"  # from a new batcher that listens
 STARTER_FD: Final = 3  # of the batcher: a socket to the process that starts it
 CONNECT_S: Final = 10.0  # for a batcher with a full backlog
 MAX_PATH_BYTES: Final = 107  # of a Unix socket on Linux
+IDENTITY: Final = 8  # hexadecimal digits
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _OPEN: set[Any] = set()  # sockets of this process
 
 
 def socket_path(shared: str) -> str:
-    """The path of a batcher's socket from its name or its absolute path. Creates the directory.
+    """The path with which the files of a name begin, from the name or an absolute path. Creates the directory.
 
-    Names are in $PENSTOCK_RUNTIME_DIR, or in `penstock-UID` of the directory for temporary files. Raises ConfigError.
+    The socket of a batcher is PATH.IDENTITY. Names are in $PENSTOCK_RUNTIME_DIR, or in `penstock-UID` of the directory
+    for temporary files. Raises ConfigError.
     """
     if not hasattr(socket, "SO_PEERCRED"):
         raise ConfigError("a shared streamer needs Linux, which reports the user at the other end of a socket")
@@ -81,13 +87,22 @@ def socket_path(shared: str) -> str:
             f"shared: found {shared!r}, expected an absolute path, or a name of at most 64 letters, digits, '.', '_'"
             " and '-' that begins with a letter or a digit"
         )
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+    if len(os.fsencode(path)) > (most := MAX_PATH_BYTES - 1 - IDENTITY):
         raise ConfigError(
-            f"the path of the socket, {path}, has more than {MAX_PATH_BYTES} bytes: set {DIRECTORY_VARIABLE} to a"
-            " shorter directory"
+            f"the path of the socket, {path}, has more than {most} bytes: set {DIRECTORY_VARIABLE} to a shorter"
+            " directory"
         )
     _check_directory(os.path.dirname(path))
     return path
+
+
+def socket_paths(path: str) -> list[str]:
+    """The sockets of a name's batchers, the newest first. They may be dead."""
+    found: list[tuple[int, str]] = []
+    for each in glob.glob(f"{glob.escape(path)}.{'[0-9a-f]' * IDENTITY}"):
+        with suppress(FileNotFoundError):  # it ends
+            found.append((os.stat(each).st_mtime_ns, each))
+    return [each for _, each in sorted(found, reverse=True)]
 
 
 def _check_directory(directory: str) -> None:
@@ -192,6 +207,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 # ---- the offer
 
+CODE: Final = "the digest of its code"
+
 
 class Offer(Struct):
     """The configuration and the model with which a process offers to start a batcher."""
@@ -203,19 +220,26 @@ class Offer(Struct):
     main: str
     sys_path: list[str]
     linger_s: float
-    settings: dict[str, str]  # compared with every client's, by the names of the streamer's arguments
+    settings: dict[str, str]  # by the names of the streamer's arguments; equal for all clients of a batcher
 
     def packed_target(self) -> PackedTarget:
         return PackedTarget(self.target, self.files, self.main)
 
-    def conflict(self, settings: Mapping[str, str]) -> str:
-        """The differences between `settings` and the settings of this offer; empty without any."""
-        differing = [
-            f"{name} is {mine} there and {settings.get(name, '(unknown)')} here"
+    @property
+    def identity(self) -> str:
+        return hashlib.sha256(json.dumps(self.settings).encode()).hexdigest()[:IDENTITY]
+
+    def renewed(self) -> Offer:
+        """The offer with the code that a batcher would load now: files may have changed since this process started."""
+        return msgspec.structs.replace(self, settings={**self.settings, CODE: code_digest(self.packed_target())})
+
+    def differences(self, settings: Mapping[str, str]) -> str:
+        """Between the `settings` of another batcher and those of this offer."""
+        return ", ".join(
+            f"{name} is {settings.get(name, '(unknown)')} there and {mine} here"
             for name, mine in self.settings.items()
             if settings.get(name) != mine
-        ]
-        return ", ".join(differing)
+        )
 
 
 def offer_of(config: ModelConfig, target: Wrapped, limits: LimitsConfig, linger_s: float) -> Offer:
@@ -237,6 +261,8 @@ def offer_of(config: ModelConfig, target: Wrapped, limits: LimitsConfig, linger_
         "idempotent": str(batching.idempotent),
         "linger_s": f"{linger_s:g}",
         "the digest of the model's name, file and arguments": _digest(target, packed.files),
+        CODE: code_digest(packed),
+        "the version of Penstock": VERSION,
     }
     sys_path = [path or os.getcwd() for path in sys.path]
     return Offer(config, limits, packed.data, packed.files, packed.main, sys_path, linger_s, settings)
@@ -264,10 +290,10 @@ def _plain(value: Any) -> Any:
 
 
 class JoinMessage(Struct, array_like=True, tag="join"):
-    """The first message of a client. `settings`: None from a client that accepts any."""
+    """The first message of a client. `guest`: it has no model, and accepts any."""
 
     version: str
-    settings: dict[str, str] | None
+    guest: bool
 
 
 class WelcomeMessage(Struct, array_like=True, tag="welcome"):

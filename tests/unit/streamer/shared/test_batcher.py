@@ -62,13 +62,13 @@ class Running:
     """A batcher that others join as `unix:PATH`."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path, self.socket = path, f"{path}.{OFFER.identity}"
         self.stop = asyncio.Event()
-        self.batcher = SharedBatcher(OFFER, listening(path), self.stop)
+        self.batcher = SharedBatcher(OFFER, listening(self.socket), self.socket, self.stop)
 
     def connect(self) -> Any:
         """A raw connection."""
-        sock = connected(self.path)
+        sock = connected(self.socket)
         sock.setblocking(False)
         return sock
 
@@ -117,7 +117,7 @@ async def test_a_peer_that_has_not_joined_takes_a_few_kilobytes_at_most(running:
         before, _ = tracemalloc.get_traced_memory()
         for _ in range(20):
             peers.append(running.connect())
-            peers[-1].send(struct.pack("<II", batcher.JOIN_BYTES, 0) + bytes(2000))
+            peers[-1].send(struct.pack("<II", batcher.JOIN_BYTES, 0) + bytes(batcher.JOIN_BYTES // 2))
         async with asyncio.timeout(20):
             while len(running.batcher.sessions) < len(peers):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -136,7 +136,7 @@ async def test_a_peer_may_announce_large_frames_only_after_it_has_joined(running
     stranger, member = running.connect(), running.connect()
     stranger.send(large[:16])
     assert await receive(stranger) == b""
-    member.send(b"".join(write(JoinMessage(batcher.VERSION, None))))
+    member.send(b"".join(write(JoinMessage(batcher.VERSION, True))))
     assert await receive(member)
     member.send(large + b"".join(a_call(1, "answered")))
     assert await receive(member)
@@ -182,7 +182,7 @@ async def test_a_batcher_that_nobody_joins_ends(running: Running) -> None:
         b"".join(frame_of(b"\xc1")),
         b"".join(write(FreeReplies([1]))),
         b"".join(map(bytes, a_call(1, 5))),
-        b"".join([*write(JoinMessage("other", None)), *write(FreeReplies([7]))]),
+        b"".join([*write(JoinMessage("other", True)), *write(FreeReplies([7]))]),
     ],
     ids=["http", "random", "no_message", "not_joined", "call_before_join", "other_version"],
 )
@@ -199,10 +199,10 @@ async def test_a_peer_that_does_not_speak_the_protocol_is_disconnected_alone(run
 
 async def test_a_joined_client_that_breaks_the_protocol_is_disconnected_alone(running: Running) -> None:
     client = await running.client()
-    for bad in (write(JoinMessage(batcher.VERSION, None)), write(FreeReplies([12345])), [b"\0" * 16]):
+    for bad in (write(JoinMessage(batcher.VERSION, True)), write(FreeReplies([12345])), [b"\0" * 16]):
         with running.connect() as sock:
             loop = asyncio.get_running_loop()
-            await loop.sock_sendall(sock, b"".join(write(JoinMessage(batcher.VERSION, None))))
+            await loop.sock_sendall(sock, b"".join(write(JoinMessage(batcher.VERSION, True))))
             assert await receive(sock)
             await loop.sock_sendall(sock, b"".join(map(bytes, bad)))
             while await receive(sock):
@@ -238,17 +238,28 @@ async def test_one_client_more_than_allowed_is_told_so(running: Running, monkeyp
     await client.close(1)
 
 
-async def test_a_client_with_other_settings_or_of_another_version_is_refused(
-    running: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_of_another_version_is_refused(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     client = await running.client()
-    other = offer_of(OFFER.config, wrapped(len), LimitsConfig(), 0.05)
-    with pytest.raises(ConfigError, match=r"has other settings: the model is .* digest .*; give the same, or use"):
-        await asyncio.to_thread(join, running.path, other)
     monkeypatch.setattr(batcher, "VERSION", "9.9")
     with pytest.raises(ConfigError, match=r"the batcher runs Penstock 9\.9"):
-        await asyncio.to_thread(join, running.path, OFFER)
+        await asyncio.to_thread(join, running.path, None)
     await client.close(1)
+
+
+async def test_guests_leave_a_batcher_that_has_no_other_clients_for_a_newer_one(
+    running: Running, tmp_path: Path
+) -> None:
+    guest = await running.client()
+    owner = SharedClient(running.path, OFFER)
+    assert await call(owner, 1) == 1
+    newer = f"{running.path}.{'f' * protocol.IDENTITY}"
+    with listening(newer):
+        os.utime(newer, (time.time() + 1,) * 2)
+        assert await call(guest, 2) == 2
+        assert not running.stop.is_set()
+        await owner.close(1)
+        await asyncio.wait_for(running.stop.wait(), 20)
+    await guest.close(1)
 
 
 async def test_a_client_that_takes_no_answer_is_disconnected_and_no_more_is_read_from_it(
@@ -259,7 +270,7 @@ async def test_a_client_that_takes_no_answer_is_disconnected_and_no_more_is_read
     sock = running.connect()
     with sock:
         loop = asyncio.get_running_loop()
-        await loop.sock_sendall(sock, b"".join(write(JoinMessage(batcher.VERSION, None))))
+        await loop.sock_sendall(sock, b"".join(write(JoinMessage(batcher.VERSION, True))))
         assert await receive(sock)
         sent = 0
         try:
@@ -399,7 +410,7 @@ async def test_after_a_failure_calls_fail_at_once_until_the_pause_is_over(
 async def test_frames_may_arrive_in_any_pieces(running: Running) -> None:
     with running.connect() as sock:
         loop = asyncio.get_running_loop()
-        for byte in b"".join(write(JoinMessage(batcher.VERSION, None))):
+        for byte in b"".join(write(JoinMessage(batcher.VERSION, True))):
             await loop.sock_sendall(sock, bytes([byte]))
         assert len(FrameDecoder().feed(await receive(sock))) == 1
 

@@ -91,8 +91,8 @@ def test_a_name_that_could_leave_the_directory_is_refused(folder: Path, name: st
 
 
 def test_a_path_that_is_too_long_for_a_socket_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="more than 107 bytes: set PENSTOCK_RUNTIME_DIR"):
-        socket_path("/" + "x" * 107)
+    with pytest.raises(ConfigError, match="more than 98 bytes: set PENSTOCK_RUNTIME_DIR"):
+        socket_path("/" + "x" * 98)
 
 
 def test_a_directory_that_others_can_use_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -188,15 +188,18 @@ def test_an_offer_of_values_that_are_not_plain_names_them() -> None:
         offer(wrapped(lambda batch: batch))
 
 
-def test_a_conflict_names_what_differs_and_nothing_else() -> None:
+def test_all_settings_are_part_of_the_identity_and_differences_are_named() -> None:
     mine = offer()
-    assert mine.conflict(offer().settings) == ""
-    assert mine.conflict(offer(max_batch_size=4).settings) == "batch_size is 8 there and 4 here"
-    assert mine.conflict(offer(linger_s=1.0, max_hold_s=0.2).settings) == (
-        "max_latency is 0.1 there and 0.2 here, linger_s is 5 there and 1 here"
+    assert mine.identity == offer().identity
+    assert mine.differences(offer().settings) == ""
+    others = offer(max_batch_size=4), offer(linger_s=1.0, max_hold_s=0.2), offer(wrapped(ManagedModel, ["weights"]))
+    assert len({one.identity for one in (mine, *others)}) == 4
+    assert mine.differences(others[0].settings) == "batch_size is 4 there and 8 here"
+    assert mine.differences(others[1].settings) == (
+        "max_latency is 0.2 there and 0.1 here, linger_s is 1 there and 5 here"
     )
-    assert "digest" in mine.conflict(offer(wrapped(ManagedModel, ["weights"])).settings)
-    assert "batch_size is 8 there and (unknown) here" in mine.conflict({})
+    assert "digest" in mine.differences(others[2].settings)
+    assert "batch_size is (unknown) there and 8 here" in mine.differences({})
 
 
 def test_the_digest_of_arguments_is_the_same_in_all_processes() -> None:
