@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.errors import BrokerUnavailable, ConfigError
 from penstock.streamer.redis.client import BrokerClient
 from penstock.types import Item, ItemResult
 from support.brokers import QUEUE, Crowd
@@ -70,6 +70,28 @@ async def test_a_failover_in_the_middle_of_batches_answers_every_call_once(worke
     ledger.put(500)
     await ledger.settled()
     assert first.end() == second.end() == 0
+
+
+@pytest.mark.parametrize("kind", ["sentinel", "cluster"])
+@pytest.mark.parametrize("first", ["predict", "_wait_for_worker_ready"])
+def test_the_first_call_of_a_program_waits_for_a_failover(worker, streamer, run_redis, request, kind, first):
+    nodes = Cluster(run_redis, replicas=True) if kind == "cluster" else request.getfixturevalue("sentinels")
+    worker(broker=nodes.address)
+    assert streamer(nodes.address).predict([0]) == [0]
+    (nodes.owner(QUEUE) if kind == "cluster" else nodes.master).kill()
+    caller = streamer(nodes.address, patience_s=30.0, worker_timeout=60)
+    if first != "predict":
+        getattr(caller, first)()
+    assert caller.predict([1]) == [1]
+
+
+def test_without_any_sentinel_or_with_an_unknown_service_the_first_call_fails_at_once(streamer, sentinels):
+    for broker, why in (
+        (sentinels.address.replace("/main", "/other"), "no node knows the master 'other'"),
+        ("redis+sentinel://127.0.0.1:1,127.0.0.1:2/main", "no node knows the master 'main'"),
+    ):
+        with pytest.raises(BrokerUnavailable, match=why):
+            streamer(broker, patience_s=1000.0).predict([1])
 
 
 def test_a_demoted_master_is_left_for_the_new_one(worker, streamer, sentinels):

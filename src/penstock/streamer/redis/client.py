@@ -53,8 +53,8 @@ RETRY_S = (0.02, 1.0)  # shortest and longest pause before another attempt to co
 class RequestSender:
     """`connection` is the sender's own, `other` belongs to the receiver.
 
-    A lost connection is retried for `patience_s` before callers receive the error; if the first attempt to connect
-    fails, they receive it at once.
+    A lost connection is retried for `patience_s` before callers receive the error. They receive it at once if the
+    broker has never answered: its address may be wrong.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RequestSender:
         self._loop = asyncio.get_running_loop()
         self._submissions = 0
         self._connects = 0  # at the last check of the session
-        self._lost_at: float | None = None
+        self.lost_at: float | None = None
         self._clock, self._load = os_threads.processor_clock(), CallersLoad()
 
     async def run(self) -> None:
@@ -93,7 +93,7 @@ class RequestSender:
                 except PenstockError as e:
                     await self._handle_failure(e)
                 else:
-                    self._lost_at = None
+                    self.lost_at = None
 
     async def _step(self) -> None:
         requests = self._requests
@@ -115,7 +115,7 @@ class RequestSender:
                 length, oldest_ms, *results = await self._connection.run(SUBMIT, (self._queue, self._sent), arguments)
                 break
             except PenstockError as e:
-                if type(e) is not BrokerUnavailable or not await self._wait_to_reconnect():
+                if type(e) is not BrokerUnavailable or not await self.wait_to_reconnect():
                     for group in groups:
                         group[0].call.fail(e)
                     raise
@@ -147,18 +147,18 @@ class RequestSender:
                 arguments += (dump(header), entry.payload)
         return arguments
 
-    async def _wait_to_reconnect(self) -> bool:
+    async def wait_to_reconnect(self) -> bool:
         """After a connection error: pauses and returns True, or returns False if `patience_s` is over."""
         now = self._loop.time()
-        if self._lost_at is None:
-            self._lost_at = now
-        if not self._connection.connects or now - self._lost_at > self._patience_s:
+        if self.lost_at is None:
+            self.lost_at = now
+        if not self._connection.answered or now - self.lost_at > self._patience_s:
             return False
-        await asyncio.sleep(min(RETRY_S[1], max(RETRY_S[0], (now - self._lost_at) / 2)))
+        await asyncio.sleep(min(RETRY_S[1], max(RETRY_S[0], (now - self.lost_at) / 2)))
         return True
 
     async def _handle_failure(self, error: PenstockError) -> None:
-        if type(error) is BrokerUnavailable and await self._wait_to_reconnect():
+        if type(error) is BrokerUnavailable and await self.wait_to_reconnect():
             return
         if isinstance(error, ConfigError) or type(error) is BrokerUnavailable:
             log.warning(
@@ -242,8 +242,9 @@ class RedisStreamer(BaseStreamer):
     `redis+cluster://`, `rediss://` and others with TLS, `unix://`). `prefix` must equal the workers' prefix.
     `worker_timeout` bounds `predict`; `timeout_s` bounds `submit` without a deadline. `max_queue` bounds the waiting
     and running items of all clients together; a call beyond it raises QueueFull.
-    A lost connection is retried for `patience_s` before callers receive an error. `allow_pickle`, here and at the
-    workers, sends values of any type, and lets everyone who can write to the broker run code here.
+    A lost connection, or a first one during a failover, is retried for `patience_s` before callers receive an error.
+    `allow_pickle`, here and at the workers, sends values of any type, and lets everyone who can write to the broker
+    run code here.
     Raises ConfigError for a malformed address.
     """
 
@@ -375,12 +376,16 @@ class BrokerClient(ChunkingBackend):
         while True:
             try:
                 (workers,) = await self._out.ask(("XINFO", "CONSUMERS", self._keys.queue, GROUP))
+                self._sender.lost_at = None
                 if any(RELEASED.encode() not in worker for worker in workers):
                     return
             except CommandRefused as e:
                 if e.word == "WRONGTYPE":
                     raise
                 # the queue does not exist yet
+            except BrokerUnavailable:
+                if not await self._sender.wait_to_reconnect():
+                    raise
             await asyncio.sleep(READY_POLL_S)
 
     def statistics(self, model: str) -> dict[str, object]:

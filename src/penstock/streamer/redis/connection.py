@@ -156,6 +156,11 @@ class RedisConnection:
         self._lock = asyncio.Lock()
         self._connection, self._finder = _new_connection(address, key)
 
+    @property
+    def answered(self) -> bool:
+        """Whether the broker exists: it has accepted a connection, or Sentinels or nodes know of its queue."""
+        return self.connects > 0 or self._finder.answered
+
     async def ask(self, *commands: Command, wait_s: float = 0.0) -> list[Any]:
         """The replies. `wait_s`: how long the commands themselves may block.
 
@@ -320,6 +325,7 @@ class NodeFinder:
     def __init__(self, address: BrokerAddress, key: str, make: Any, options: Mapping[str, Any]) -> None:
         self._address, self._key = address, key
         self._make = make
+        self.answered = False  # a node has replied, though perhaps that it cannot serve now
         bounds = {"socket_connect_timeout": LOOKUP_S, "socket_timeout": LOOKUP_S}
         self._options = {**options, **bounds}
         if address.kind == SENTINEL:
@@ -328,8 +334,18 @@ class NodeFinder:
 
     async def connect(self, connection: Any) -> None:
         """Connects. Raises errors of the client library and the system."""
+        from redis.exceptions import BusyLoadingError
+
         if self._address.kind:
             connection.host, connection.port = await self._find()
+            self.answered = True
+        try:
+            await self._log_in(connection)
+        except BusyLoadingError:
+            self.answered = True
+            raise
+
+    async def _log_in(self, connection: Any) -> None:
         await connection.connect()
         if self._address.kind == SENTINEL:
             await _check_master(connection)
@@ -350,7 +366,8 @@ class NodeFinder:
                     return found
             except AuthenticationError:
                 raise
-            except (ClusterDownError, RedisError, OSError, TimeoutError) as e:
+            except (RedisError, OSError, TimeoutError) as e:
+                self.answered = self.answered or isinstance(e, ClusterDownError)
                 last = e
         service = f" '{self._address.service}'" if self._address.service else ""
         raise ConnectionError(f"no node knows the master{service}" + (f" ({last})" if last is not None else ""))

@@ -179,3 +179,32 @@ async def test_a_submission_whose_reply_was_lost_is_not_added_twice(work, asker,
     await asyncio.gather(*answers)
     assert redis_server.ask.xinfo_stream("{penstock:}:queue")["entries-added"] == 5
     assert [a.result().body for a in answers] == [0, 2, 4, 6, 8]
+
+
+async def test_the_first_call_waits_while_redis_loads_its_data(work, asker, redis_server):
+    refused = 0
+
+    async def pipe(reader, writer):
+        while data := await reader.read(2**16):
+            writer.write(data)
+        writer.close()
+
+    async def loading(reader, writer):
+        nonlocal refused
+        if refused < 3:
+            await reader.read(2**16)
+            refused += 1
+            writer.write(b"-LOADING Redis is loading the dataset in memory\r\n")
+            writer.close()
+            return
+        host, port = redis_server.address.split(":")
+        there, back = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(pipe(reader, back), pipe(there, writer))
+
+    await work(double)
+    async with await asyncio.start_server(loading, "127.0.0.1", 0) as server:
+        address = "{}:{}".format(*server.sockets[0].getsockname())
+        assert await asker(address=address).ask(1) == 2
+        refused = -1000
+        with pytest.raises(BrokerUnavailable, match="is loading its data"):
+            await asker(address=address, patience_s=0.1).ask(1)
