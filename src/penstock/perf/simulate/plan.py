@@ -79,13 +79,18 @@ def run_plan(flags: dict[str, Any]) -> int:
     texts = OpenLoop((), (), read_lengths(flags["lengths"], SAMPLE, flags["seed"]) if flags["lengths"] else ())
     options = read_options(flags, slo, curve, texts)
     longest_s = LONG * curve.seconds(texts.full_batch(max(options.batches), options.max_tokens)[1])
-    load, remark = read_arrivals(flags, lambda rate: max(PEAK / rate, longest_s))
+
+    def usual_s(rate: float) -> float:
+        return max(PEAK / rate, longest_s)
+
+    load, remark = read_arrivals(flags, usual_s)
+    others = None if recorded else read_arrivals({**flags, "seed": flags["seed"] + 1, "duration": None}, usual_s)[0]
     notes = [remark.removeprefix("; ") + " and were sorted"] if remark else []
     notes += _holes(load) if recorded else []
     started = time.perf_counter()
     if not recorded or load.arrivals[-1] < WORTH_S or options.policy.name != "adaptive":
         options = msgspec.structs.replace(options, start_s=None)
-    planner = Planner(load, curve, options, steady=not recorded)
+    planner = Planner(load, curve, options, others)
     plan = planner.plan()
     plan = msgspec.structs.replace(plan, notes=[*notes, *plan.notes])
     report = PlanReport(plan, describe(flags["arrivals"], load), curve.source, command_line(sys.argv[1:]))

@@ -1,7 +1,9 @@
 """Plans capacity: the fewest instances and the batch ceiling that meet an SLO under given arrivals, by simulation.
 
 The scheduler that serves runs in virtual time. The search uses the busiest part of the arrivals, because an SLO that
-holds over a day may be missed for an hour; the chosen plan is then replayed over all of them.
+holds over a day may be missed for an hour. The settings that it finds suit these arrivals better than others: among
+many settings, one meets the SLO by luck. So the plan is judged on other arrivals, and has more instances if it misses
+the SLO there; its figures are those of these other arrivals. It is then replayed over all arrivals.
 """
 
 import math
@@ -44,6 +46,7 @@ LONG: Final = 20  # and the time of so many of the largest batches: with many in
 BINS: Final = 96  # of all arrivals: quarters of an hour of a day
 HOLE: Final = 50.0  # times the mean gap,
 HOLE_SHARE: Final = 0.01  # and a share of the whole time: a longer gap is hardly chance
+NEAR: Final = 1  # blocks before and after, from which a resampled block may come: the rate of a day changes slowly
 SCALED: Final = 1.25  # times the planned instances, that an autoscaler may start: it follows the load with a delay
 
 
@@ -120,10 +123,10 @@ class CapacityPlan(Struct, frozen=True, kw_only=True):
     """The plan. Rates are requests per second of all instances.
 
     `met` is false if no instance count up to `most` meets the SLO; the plan is then the nearest one. `needed`
-    instances meet the SLO, `instances` meet it with `failures` down. `chosen` is the peak with all instances,
-    `degraded` with the failures, or with one. `full_rate` is the rate of all instances if each batch is full. `day` is
-    the whole of the arrivals, `autoscaled` the same on a number of instances that follows them, `tried` each simulation
-    of the peak.
+    instances meet the SLO, `instances` meet it with `failures` down. `chosen` is the peak of other arrivals with all
+    instances, `degraded` with the failures, or with one. `full_rate` is the rate of all instances if each batch is
+    full. `day` is the whole of the arrivals, `autoscaled` the same on a number of instances that follows them, `tried`
+    each simulation of the peak.
     """
 
     met: bool
@@ -151,15 +154,16 @@ class CapacityPlan(Struct, frozen=True, kw_only=True):
 class Planner:
     """Simulates settings at the peak of a load, each once."""
 
-    def __init__(self, load: OpenLoop, curve: CostCurve, options: PlanOptions, *, steady: bool = False) -> None:
-        """`steady` arrivals have no busiest part."""
+    def __init__(self, load: OpenLoop, curve: CostCurve, options: PlanOptions, others: OpenLoop | None = None) -> None:
+        """`others` are further arrivals of the same kind, which has no busiest part; None for a recording."""
         self.load, self.curve, self.options = load, curve, options
         batch, tokens = max(options.batches), options.max_tokens
-        longest = max(LONG_ROW, *load.lengths) if load.lengths else 1
-        self.service = curve.service(tokens or batch * longest, options.jitter)
-        least = len(load.arrivals) / max(load.arrivals[-1], _TINY) * LONG
-        least *= self.service.t(load.full_batch(batch, tokens)[1])
-        self.peak = load if steady else busiest(load, max(PEAK, math.ceil(least)))
+        lengths = (*load.lengths, *(others.lengths if others else ()))
+        self.service = curve.service(tokens or batch * max((LONG_ROW, *lengths)) if lengths else batch, options.jitter)
+        long_s = LONG * self.service.t(load.full_batch(batch, tokens)[1])
+        least = len(load.arrivals) / max(load.arrivals[-1], _TINY) * long_s
+        self.peak = busiest(load, max(PEAK, math.ceil(least))) if others is None else load
+        self.others = resampled(self.peak, long_s, options.seed) if others is None else others
         self._rows = sum(self.peak.rows) / len(self.peak.rows) if self.peak.rows else 1.0  # of a request
         self.tried: dict[tuple[int, int], ReplayResult] = {}
         self.requests = 0  # simulated
@@ -172,6 +176,10 @@ class Planner:
         if key not in self.tried:
             self.tried[key] = self._replay(self.peak, instances, batch)
         return self.tried[key]
+
+    def judged(self, instances: int, batch: int) -> ReplayResult:
+        """The result of the settings for the other arrivals."""
+        return self._replay(self.others, instances, batch)
 
     def _replay(self, load: OpenLoop, instances: int, batch: int) -> ReplayResult:
         o = self.options
@@ -186,6 +194,10 @@ class Planner:
         best: tuple[int, int] | None = None
         for batch in sorted(self.options.batches, reverse=True):  # the largest needs the fewest, nearly always
             best = self._better(best, batch)
+        most = self.options.most - self.options.failures
+        while best is not None and not self.judged(*best).met:
+            instances, batch = best
+            best = (instances + max(1, instances // 200), batch) if instances < most else None
         return self._finish(best or self._nearest(), met=best is not None)
 
     def _better(self, best: tuple[int, int] | None, batch: int) -> tuple[int, int] | None:
@@ -276,8 +288,8 @@ class Planner:
             needed=needed,
             batch=batch,
             most=o.most,
-            chosen=self.at(instances, batch),
-            degraded=self.at(left, batch) if left else None,
+            chosen=self.judged(instances, batch),
+            degraded=self.judged(left, batch) if left else None,
             limit=PlanLimit(limit.offered, limit.offered / needed, limit.busy, limit.wait_s or 0.0) if limit else None,
             full_rate=self._capacity(instances, batch) / self._rows,
             day=day,
@@ -288,9 +300,9 @@ class Planner:
         )
 
     def _limit(self, instances: int, batch: int) -> ReplayResult:
-        """The result at the highest rate that the SLO allows, for arrivals of the peak's shape."""
-        best = self.at(instances, batch)
-        peak, low = self.peak, 1.0
+        """The result at the highest rate that the SLO allows, for arrivals of the shape of the others."""
+        best = self.judged(instances, batch)
+        peak, low = self.others, 1.0
         high = max(1.0, LOAD * best.capacity / self._peak_rate)
         while high - low > _PRECISION * low:
             middle = (low + high) / 2
@@ -365,6 +377,23 @@ def busiest(load: OpenLoop, most: int = PEAK) -> OpenLoop:
     origin = t[begin]
     times = [float(x - origin) for x in t[begin:end]]
     return OpenLoop(times, list(rows[begin:end]) if rows else (), lengths[begin:end])
+
+
+def resampled(load: OpenLoop, block_s: float, seed: int) -> OpenLoop:
+    """Arrivals of the same shape: each block of about `block_s` seconds is that block or a neighbour, by chance. So the
+    slow changes of the rate and the bursts within a block stay. (Local block bootstrap: Paparoditis and Politis,
+    2002.)"""
+    t = np.asarray(load.arrivals, float)
+    count = max(1, int(t[-1] / block_s))
+    edges = np.linspace(0.0, t[-1], count + 1)
+    starts = np.searchsorted(t, edges)
+    starts[-1] = len(t)
+    near = np.random.default_rng(seed).integers(-NEAR, NEAR + 1, count)
+    places = np.clip(np.arange(count) + near, 0, count - 1)
+    which = np.concatenate([np.arange(starts[k], starts[k + 1]) for k in places])
+    moved = np.repeat(edges[:-1] - edges[places], starts[places + 1] - starts[places])
+    rows, lengths = ([each[k] for k in which] if each else () for each in (load.rows, load.lengths))
+    return OpenLoop((t[which] + moved).tolist(), rows, lengths)
 
 
 def holes(arrivals: Sequence[float]) -> tuple[float, float, int]:

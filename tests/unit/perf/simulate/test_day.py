@@ -10,7 +10,7 @@ import pytest
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.perf.bench.measurement import parse_slo
 from penstock.perf.bench.workload import parse_arrival, times
-from penstock.perf.simulate.planner import BINS, PlanOptions, busiest, holes, profile, scaled
+from penstock.perf.simulate.planner import BINS, PlanOptions, busiest, holes, profile, resampled, scaled
 from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime, SimulationSettings, simulated
 
 EXACT = ServiceTime(0.02, 0.002, jitter=0.0, tail=0.0)
@@ -43,6 +43,21 @@ def test_the_warm_up_of_a_simulation_precedes_the_busiest_part() -> None:
     counted = [t for t in found.arrivals if t >= WARM * found.arrivals[-1]]
     assert len(counted) == pytest.approx(850, abs=10)
     assert counted[-1] - counted[0] == pytest.approx(8.5, abs=0.1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_resampled_arrivals_are_others_with_the_same_waves_and_rows(seed: int) -> None:
+    arrivals = waves()
+    load = OpenLoop(arrivals, [1 + (270 < t < 390) for t in arrivals])
+    found = resampled(load, 5.0, seed)
+    assert found.arrivals == sorted(found.arrivals)
+    assert list(found.arrivals) != list(arrivals)
+    assert len(found.rows) == len(found.arrivals) == pytest.approx(len(arrivals), rel=0.1)
+    for begin, end, rate in ((0, 290, 10), (310, 350, 100), (370, 600, 10)):
+        counted = [rows for t, rows in zip(found.arrivals, found.rows, strict=True) if begin < t < end]
+        assert len(counted) / (end - begin) == pytest.approx(rate, rel=0.2)
+        assert set(counted) <= ({2} if rate == 100 else {1, 2})
+    assert list(resampled(OpenLoop([0.0, 1.0]), 5.0, seed).arrivals) == [0.0, 1.0], "one block has no neighbour"
 
 
 def test_a_hole_is_a_gap_that_chance_does_not_explain() -> None:

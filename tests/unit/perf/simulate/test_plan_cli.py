@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,18 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli.main import main
+from penstock.perf.bench.measurement import parse_slo
+from penstock.perf.bench.workload import parse_arrival, times
+from penstock.perf.simulate.replay import PolicyChoice, parse_cost, replay
+from penstock.perf.simulate.simulator import OpenLoop, ServiceTime
 
 COST = ("--cost", "20ms,2ms")
 SHORT = ("--seconds", "5", "--seed", "3")
+
+
+@pytest.fixture(autouse=True)
+def few_other_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.perf.simulate.plan.PEAK", 4000)
 
 
 @functools.cache
@@ -61,6 +71,43 @@ def test_a_plan_names_instances_batch_target_memory_and_price_and_the_json_has_t
     assert plan["cost"]["million"] == pytest.approx(plan["cost"]["hour"] / rate / 3600 * 1e6)
     assert plan["limit"]["rate"] >= plan["chosen"]["offered"]
     assert plan["full_rate"] == pytest.approx(instances * plan["batch"] / (0.02 + 0.002 * plan["batch"]))
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "cost", "slo"),
+    [("poisson:150", "20ms,2ms", "p99<=120ms"), ("gamma:2:600", "10ms,2ms", "p99<=60ms")],
+)
+def test_the_promised_p99_is_that_of_arrivals_which_the_plan_has_not_seen(
+    arrivals: str, cost: str, slo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The p99 of so few arrivals is 8 to 12 % too low."""
+    monkeypatch.setattr("penstock.perf.simulate.plan.PEAK", 40_000)
+    asked = ("--arrivals", arrivals, "--cost", cost, "--slo", slo, "--jitter", "0.01", "--seconds", "6")
+    plan = json.loads(run(*asked, "--json").stdout)
+    assert plan["met"]
+    kind, _, rate = arrivals.rpartition(":")
+    service = ServiceTime(*parse_cost(cost), 0.01, 0.0)
+    p99_s = []
+    for seed in (101, 102, 103):
+        load = OpenLoop(times(parse_arrival(kind), float(rate), 40_000 / float(rate), seed))
+        options = {"handover_s": 0.0005, "seed": seed}
+        unseen = replay(
+            load, service, parse_slo(slo), PolicyChoice("adaptive"), plan["batch"], plan["instances"], **options
+        )
+        p99_s.append(unseen.latency.p99_s)
+    assert plan["chosen"]["latency"]["p99_s"] == pytest.approx(statistics.median(p99_s), rel=0.08)
+
+
+def test_an_slo_that_the_arrivals_of_the_search_meet_by_luck_gets_another_instance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("penstock.perf.simulate.plan.PEAK", 40_000)
+    asked = ("--arrivals", "poisson:150", "--jitter", "0.01", "--slo", "p99<=72ms")
+    plan = planned(*asked, "--seconds", "6", "--batch", "8", "--seed", "4")
+    lucky = next(one for one in plan["tried"] if one["instances"] == 1)
+    assert lucky["latency"]["p99_s"] < 0.072
+    assert (plan["met"], plan["instances"]) == (True, 2)
+    assert plan["chosen"]["latency"]["p99_s"] < 0.072
 
 
 def test_failures_are_planned_for_and_the_head_room_says_for_how_many_instances_it_holds() -> None:
@@ -130,7 +177,7 @@ def test_an_unreachable_slo_names_the_best_reachable() -> None:
     few = run("--arrivals", "poisson:2000", *COST, *SHORT, "--slo", "p99<=150ms", "--most", "2")
     assert few.exit_code == 1
     assert "No instance count up to 2 meets p99<=150ms. The best reachable is " in few.stdout
-    assert "responses/s at 1,9" in few.stdout
+    assert re.search(r"responses/s at (1,9|2,0)\d\d requests/s", few.stdout)
 
 
 @pytest.mark.parametrize(
