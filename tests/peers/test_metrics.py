@@ -96,6 +96,8 @@ def test_the_log_files_have_lines_of_the_same_shape(peer_server: Any, tmp_path: 
 
 
 def test_the_page_has_the_same_families_with_the_same_labels(peer_server: Any, tmp_path: Path) -> None:
+    bounds: list[set[str]] = []  # of the histogram
+
     def families(owner: str) -> dict[str, tuple[str, str, set[str]]]:
         """name -> (kind, help, its series without values and buckets)."""
         server = asked(peer_server, tmp_path, owner, "metrics_mode=prometheus\n")
@@ -106,6 +108,7 @@ def test_the_page_has_the_same_families_with_the_same_labels(peer_server: Any, t
             page = response.read().decode()
         server.close()
         kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)$", page, re.M))
+        bounds.append(set(re.findall(r'^Spread_bucket\{.*,le="([^"]*)",\}', page, re.M)))
         series: dict[str, set[str]] = {name: set() for name in kinds}
         for name, labels in re.findall(r"^(\w+)(?:\{(.*)\})? \S+$", page, re.M):
             family = name if name in kinds else re.sub(r"_(bucket|count|sum)$", "", name)
@@ -115,5 +118,7 @@ def test_the_page_has_the_same_families_with_the_same_labels(peer_server: Any, t
 
     theirs, ours = families("torchserve"), families("penstock")
     assert len(theirs) > 25
+    assert len(bounds[0]) > 10
+    assert bounds[0] <= bounds[1], "queries name buckets by their text"
     assert {name: ours.get(name) for name in theirs} == theirs
     assert not [name for name in set(ours) - set(theirs) if not name.startswith(("penstock_", "process_"))]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 _FOLD = 4096
 _SPECIAL = re.compile(r'[\\"\n]')
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n"}
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{([^}]*)\})?[ ]+([^\s#]+)", re.MULTILINE)
+_SAMPLE = re.compile(r'^([A-Za-z_:][\w:]*)(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?[ ]+([^\s#]+)', re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _MODEL = ("model", "model_name", "ModelName")  # Penstock's label, TorchServe's, and that of its older metrics
 
@@ -79,8 +79,8 @@ class Histogram:
 class Page:
     """A page under construction. The samples of a family must follow the family directly.
 
-    `end` follows the last label: Prometheus's client for Java writes a comma there. `openmetrics`: in that format,
-    which has exemplars, but without its last line.
+    `end` follows the last label: Prometheus's client for Java writes a comma there, and `le="1.0"` for the bound 1.
+    `openmetrics`: in that format, which has exemplars, but without its last line.
     """
 
     def __init__(self, end: str = "", openmetrics: bool = False) -> None:
@@ -101,17 +101,16 @@ class Page:
 
     def _histogram(self, name: str, labels: Labels, values: Histogram) -> None:
         counts, total = values.read()
+        if self._end or self._openmetrics:
+            counts = [(number(float(bound)), count) for bound, count in counts]
         text = joined(labels)
         prefix = f"{name}_bucket{{{text}," if text else f"{name}_bucket{{"
         braces = f"{{{text}{self._end}}}" if text else ""
-        if self._openmetrics:  # its numbers are written as floats
-            bounds = [bound if bound == "+Inf" else repr(float(bound)) for bound, _ in counts]
-            behind = [values.exemplars.get(place, "") for place in range(len(counts))]
-            numbers = [count for _, count in counts]
-            rows = zip(bounds, numbers, behind, strict=True)
-            self._lines += [f'{prefix}le="{bound}"}} {count}{exemplar}\n' for bound, count, exemplar in rows]
-        else:
-            self._lines += [f'{prefix}le="{bound}"{self._end}}} {count}\n' for bound, count in counts]
+        behind = values.exemplars if self._openmetrics else {}
+        self._lines += [
+            f'{prefix}le="{bound}"{self._end}}} {count}{behind.get(place, "")}\n'
+            for place, (bound, count) in enumerate(counts)
+        ]
         self._lines.append(f"{name}_count{braces} {counts[-1][1]}\n{name}_sum{braces} {number(total)}\n")
 
     def write(self, family: Family, samples: Iterable[tuple[Sequence[str], float | Histogram]]) -> None:

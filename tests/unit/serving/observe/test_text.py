@@ -6,7 +6,7 @@ from prometheus_client import Histogram as Theirs
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.serving.observe.prometheus import SECONDS
-from penstock.serving.observe.text import Family, Histogram, Page, number
+from penstock.serving.observe.text import Family, Histogram, Page, number, samples
 
 
 @given(st.lists(st.one_of(st.floats(0, 60), st.sampled_from(SECONDS)), max_size=200))
@@ -36,6 +36,23 @@ def test_a_histogram_without_labels_is_read_back() -> None:
         ("h_count", {}, 3),
         ("h_sum", {}, 11.0),
     ]
+
+
+def test_torchserves_page_writes_bounds_as_its_java_client_does() -> None:
+    page = Page(",")
+    page.write(Family("h", "histogram", ("m",), "help"), [(("x",), Histogram((0.5, 1, 10)))])
+    bounds = [line for line in page.encode().decode().splitlines() if "_bucket" in line]
+    assert bounds == [f'h_bucket{{m="x",le="{bound}",}} 0' for bound in ("0.5", "1.0", "10.0", "+Inf")]
+
+
+@given(st.text('ab,}\\"{= \n'), st.sampled_from(["", ","]))
+def test_samples_are_read_from_a_page_whatever_their_labels_hold(value: str, end: str) -> None:
+    page, values = Page(end), Histogram((1,))
+    page.write(Family("h", "histogram", ("a", "model"), "help"), [((value, "m"), values), ((value, "other"), values)])
+    page.sample("plain", (), 1.0)
+    found = list(samples(page.encode().decode(), "m"))
+    assert [name for name, _, _ in found] == ["h_bucket", "h_bucket", "h_count", "h_sum", "plain"]
+    assert all(set(labels) - {"le"} == {"a", "model"} for _, labels, _ in found[:-1])
 
 
 @given(st.floats())

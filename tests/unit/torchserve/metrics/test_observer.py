@@ -185,7 +185,7 @@ async def test_the_file_determines_metrics_and_kinds(files: Files) -> None:
     metrics.on_served("m", "1", ["1", "1"], [0.0, 0.0], [0.001, 0.002])
     metrics.on_model_metrics("m", "1", 0, [HANDLER])
     page = (await metrics.scrape()).decode()
-    assert 'ts_inference_latency_microseconds_bucket{name="m",version="1",host="h",le="1000",} 1\n' in page
+    assert 'ts_inference_latency_microseconds_bucket{name="m",version="1",host="h",le="1000.0",} 1\n' in page
     assert 'ts_inference_latency_microseconds_count{name="m",version="1",host="h",} 2\n' in page
     assert not any(name in page for name in ("Requests2XX", "QueueTime", "HandlerTime"))
     assert (len(files.server), files.models) == (1, [])
