@@ -260,3 +260,15 @@ def test_the_commands_of_the_page_run_and_every_flag_is_documented(tmp_path: Pat
     missing = {flag for flag in flags if f"{flag}`" not in page and f"{flag} " not in page}
     assert missing <= {"--output", "--quiet"}  # documented by their short names
     assert set(re.findall(r"`(--[a-z0-9-]+)", page)) <= flags
+
+
+def test_the_captioner_of_the_page_captions_a_video(tmp_path: Path, serve: Callable[..., Any]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "captioners.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(source.splitlines()) <= 40
+    server = serve(source, "Captioner")
+    make_clip(tmp_path / "a.mp4", 30)
+    done = penstock(tmp_path, "a.mp4", "--server", server.url)
+    assert done.returncode == 0, done.stderr
+    assert {row["caption"] for row in rows(tmp_path / "captions.jsonl")} <= {"a dim frame", "a light frame"}
+    assert len(rows(tmp_path / "captions.jsonl")) == 30

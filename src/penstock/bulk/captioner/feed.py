@@ -31,7 +31,10 @@ class FrameSource(Protocol):
 
 
 class ImageSpec(Struct, frozen=True):
-    """The input of a network: RGB frames of one size, `(pixel / 255 - mean) / std`; `kernel` resizes other sizes."""
+    """The input of a network: RGB frames of one size, `(pixel / 255 - mean) / std`; `kernel` resizes other sizes.
+
+    Without `mean` and `std`, pixels stay bytes.
+    """
 
     height: int
     width: int
@@ -47,7 +50,7 @@ class DeviceBatch:
         self.rows, self.errors, self._run = rows, errors, run
 
     def through(self, network: Network[T]) -> T:
-        """What a network makes of the pixels, floats `[rows, 3, height, width]`. Raises errors of both."""
+        """What a network makes of the pixels, floats or bytes `[rows, 3, height, width]`. Raises errors of both."""
         found: list[T] = []
         self._run(lambda pixels: found.append(network(pixels)))
         return found[0]
@@ -64,7 +67,7 @@ class DeviceFeed:
         """`on`: the device, if it is not that of the name."""
         self._spec, self._dtype = spec, dtype
         # For a whole line of pixels: normalising with three numbers along the last axis takes three times as long.
-        mean, std = (torch.tensor(v, device=device).repeat(spec.width) for v in (spec.mean, spec.std))
+        mean, std = (torch.tensor(v or 1.0, device=device).repeat(spec.width) for v in (spec.mean, spec.std))
         self._scale, self._shift = 1 / (255 * std), -mean / std
         # made last: its queues wait for scale and shift
         self._on: Device | None = CudaDevice(device) if on is None and device.startswith("cuda") else on
@@ -93,6 +96,8 @@ class DeviceFeed:
     def _normalised(self, pixels: torch.Tensor, resized: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
         for start, frames in resized:
             pixels[start : start + len(frames)] = frames
+        if not self._spec.mean:
+            return pixels.permute(0, 3, 1, 2)
         lines = pixels.view(len(pixels), self._spec.height, 3 * self._spec.width).float()
         lines = lines.mul_(self._scale).add_(self._shift)
         return lines.to(self._dtype).view(pixels.shape).permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""A model that captions images: BLIP-2, BLIP and VisionEncoderDecoder of `transformers`.
+"""A model that captions images: BLIP-2, BLIP, GIT, Florence-2, Qwen-VL, SmolVLM and others of `transformers`.
 
 A subclass names the weights: see `examples/video_captioning/app.py`. Requests of any size form one device batch and
 are separated again. The receiving thread gathers, copies, resizes and normalises the pixels of a batch while the
@@ -67,10 +67,17 @@ class TransformersCaptioner:
         max_new_tokens: int = 30,
         min_new_tokens: int = 0,
         random_weights: bool = False,
+        num_beams: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 50,
+        seed: int = 0,
+        height: int | None = None,
+        width: int | None = None,
     ) -> None:
         """`model` is a folder or a name on the Hugging Face Hub; `random_weights` needs only its config.json.
 
-        Captions have `min_new_tokens` to `max_new_tokens` tokens. Raises ConfigError.
+        Captions have `min_new_tokens` to `max_new_tokens` tokens. The other options are those of `NetworkOptions`.
+        Raises ConfigError.
         """
         name = model or self.default_model
         if not name or not isinstance(name, str):
@@ -80,6 +87,24 @@ class TransformersCaptioner:
         if min_new_tokens > max_new_tokens:
             raise ConfigError(f"option min_new_tokens: found {min_new_tokens}, more than max_new_tokens")
         convert(prompt, str, "option prompt")
+        convert(num_beams, Annotated[int, Meta(ge=1, le=64)] | None, "option num_beams")
+        convert(temperature, Annotated[float, Meta(ge=0, le=100)], "option temperature")
+        convert(top_k, Annotated[int, Meta(ge=1, le=1024)], "option top_k")
+        convert(seed, Annotated[int, Meta(ge=0, lt=2**62)], "option seed")
+        if temperature and (num_beams or 1) > 1:
+            raise ConfigError("options temperature and num_beams exclude each other; give one")
+        for option, side in (("height", height), ("width", width)):
+            convert(side, Annotated[int, Meta(ge=1, le=4096)] | None, f"option {option}")
+        if (height is None) != (width is None):
+            raise ConfigError("options height and width need each other")
+        self._choices: dict[str, Any] = {  # of those that differ from the defaults; the revision contains them
+            key: value
+            for key, value, default in (
+                ("beams", num_beams, None), ("temperature", temperature, 0.0), ("top_k", top_k, 50), ("seed", seed, 0),
+                ("size", height and width and (height, width), None),
+            )
+            if value != default
+        }  # fmt: skip
         self._model, self._prompt = name, prompt
         self._tokens = (min_new_tokens, max_new_tokens)
         self._random = bool(random_weights)
@@ -109,11 +134,12 @@ class TransformersCaptioner:
             random_weights=self._random,
             trust=trust,
             threads=threads,
+            **self._choices,
         )
         self.network = network = networks.open_network(source, device, options)
         self.feed = DeviceFeed(network.spec, device, network.dtype)
         settings = self._settings(precision)
-        others = {"min_new_tokens": self._tokens[0], "random_weights": self._random}
+        others = {"min_new_tokens": self._tokens[0], "random_weights": self._random} | self._choices
         self.parameters = {"model": source.name, "revision": networks.revision(source, settings | others), **settings}
 
     def _settings(self, precision: str) -> dict[str, Any]:
@@ -125,7 +151,7 @@ class TransformersCaptioner:
             "width": spec.width,
             "layout": "NHWC",
             "kernel": spec.kernel,
-            "prompt": self._prompt,
+            "prompt": self.network.instruction,
             "max_new_tokens": self._tokens[1],
             "precision": precision,
         }
@@ -155,7 +181,8 @@ class TransformersCaptioner:
         return [result for group in _groups(batch) for result in self._caption(group, self.feed(group))]
 
     def _caption(self, requests: list[Any], batch: DeviceBatch) -> list[Any]:
-        tokens = batch.through(self.network.tokens) if batch.rows else []
+        numbers = _numbers(requests, batch.errors)
+        tokens = batch.through(lambda pixels: self.network.tokens(pixels, numbers)) if batch.rows else []
         results: list[Any] = []
         start = 0
         for request, error in zip(requests, batch.errors, strict=True):
@@ -189,6 +216,16 @@ def _groups(requests: list[Any]) -> Iterator[list[Any]]:
     yield group
 
 
+def _numbers(requests: list[Any], errors: list[PenstockError | None]) -> list[int]:
+    """The number of each frame in its video, or else in its request."""
+    numbers: list[int] = []
+    for request, error in zip(requests, errors, strict=True):
+        if error is None:
+            index = request.frame_index
+            numbers += range(request.rows) if index is None else (index & MAX_NUMBER).tolist()
+    return numbers
+
+
 def _rows(request: Any) -> int:
     return request.rows if isinstance(request, CaptionRequest) else 0
 
@@ -208,6 +245,7 @@ def _request(value: Any) -> CaptionRequest | PenstockError:
 Array = np.ndarray[Any, Any]
 Bytes = bytes | memoryview
 
+MAX_NUMBER: Final = 2**63 - 1  # of a frame: a key of the noise is unsigned
 MAX_ROWS: Final = 1024  # in one batch: the largest that a warm-up tries
 _NAMES: Final = ("frames", "jpeg", "frame_index")
 _JPEG: Final = b"\xff\xd8\xff"

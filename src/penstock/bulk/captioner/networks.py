@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import torch
 import transformers
 from msgspec import Struct
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT_TO_TEXT
 
 from penstock.bulk.captioner.feed import ImageSpec
 from penstock.errors import LoadFailed, describe
@@ -119,6 +121,8 @@ ARCHITECTURES: Final[dict[str, dict[str, Any]]] = {
 class NetworkOptions(Struct, frozen=True, kw_only=True):
     """How a network is loaded and used. Captions have at least and at most `tokens`; `threads` 0 keeps the default.
 
+    `beams` None keeps the number in the network's files. A `temperature` above 0 samples from the `top_k` most likely
+    tokens, with noise that follows from `seed`. `size` is the height and width of frames for networks that take any.
     `random_weights` needs only the configuration; without a tokenizer, captions are then token numbers.
     """
 
@@ -129,6 +133,11 @@ class NetworkOptions(Struct, frozen=True, kw_only=True):
     random_weights: bool = False
     trust: str = "none"
     threads: int = 0
+    beams: int | None = None
+    temperature: float = 0.0
+    top_k: int = 50
+    seed: int = 0
+    size: tuple[int, int] | None = None
 
 
 class Prompt(Struct):
@@ -147,13 +156,15 @@ class NetworkKind(Struct, frozen=True):
     """How a class of networks is used.
 
     `writer` is the path of the part whose settings control generation. A `static` network can generate with a cache of
-    fixed size, which compiling requires.
+    fixed size, which compiling requires. One that `crops` has a preprocessor that cuts images to a square; frames are
+    squeezed into it instead, so that nothing at their edges is lost.
     """
 
     class_name: str
     prompt: Callable[[Any, Any, str], Prompt]
     writer: str = ""
     static: bool = True
+    crops: bool = False
 
 
 def _blip2(config: Any, tokenizer: Any, prompt: str) -> Prompt:
@@ -179,15 +190,21 @@ def _encoder_decoder(config: Any, tokenizer: Any, prompt: str) -> Prompt:
     return Prompt({"decoder_input_ids": ids}, len(ids))
 
 
+def _git(config: Any, tokenizer: Any, prompt: str) -> Prompt:
+    ids = [config.bos_token_id, *tokenizer(prompt, add_special_tokens=False).input_ids] if prompt else []
+    return Prompt({"input_ids": ids or [config.bos_token_id]}, max(1, len(ids)))
+
+
 KINDS: Final = {
     "blip-2": NetworkKind("Blip2ForConditionalGeneration", _blip2, "language_model"),
     "blip": NetworkKind("BlipForConditionalGeneration", _blip, "text_decoder", static=False),
     "vision-encoder-decoder": NetworkKind("VisionEncoderDecoderModel", _encoder_decoder),
+    "git": NetworkKind("GitForCausalLM", _git, static=False, crops=True),
 }
 
 
 class Network:
-    """A loaded network. Generation is greedy: the same pixels give the same caption."""
+    """A loaded network. The same pixels give the same caption; with a temperature, those of the same row number do."""
 
     def __init__(
         self,
@@ -200,19 +217,26 @@ class Network:
     ) -> None:
         self.spec, self.dtype, self.device = spec, dtype, model.device
         self.model, self._tokenizer, self._compiled = model, tokenizer, options.compiled
-        self._prompt = kind.prompt(model.config, tokenizer, options.prompt)
+        self._prompt, self.instruction = kind.prompt(model.config, tokenizer, options.prompt), options.prompt
         writer = model.get_submodule(kind.writer) if kind.writer else model
-        self.settings = _settings(writer.generation_config, *options.tokens, options.compiled)
-        self.greedy = bool(self._prompt.greedy) and is_plainly_greedy(self.settings)
+        self.settings = _settings(writer.generation_config, options)
+        self._noise = SeededNoise(options) if options.temperature else None
+        self.greedy = bool(self._prompt.greedy) and self._noise is None and is_plainly_greedy(self.settings)
 
-    def tokens(self, pixels: torch.Tensor) -> list[list[int]]:
-        """The tokens for each row of floats `[rows, 3, height, width]`, without the prompt."""
+    def tokens(self, pixels: torch.Tensor, numbers: Sequence[int] = ()) -> list[list[int]]:
+        """The tokens for each row of floats `[rows, 3, height, width]`, without the prompt.
+
+        `numbers` of the rows select the noise if there is a temperature; without them, rows are counted.
+        """
+        numbers = numbers or range(len(pixels))
         if not self._compiled:
-            return self._write(pixels)
+            return self._write(pixels, numbers)
         tokens: list[list[int]] = []
-        for part in torch.split(pixels, _BUCKETS[-1]):
+        for start in range(0, len(pixels), _BUCKETS[-1]):
+            part, named = pixels[start : start + _BUCKETS[-1]], list(numbers[start : start + _BUCKETS[-1]])
             missing = next(size for size in _BUCKETS if size >= len(part)) - len(part)
-            tokens += self._write(torch.cat([part, part[-1:].expand(missing, -1, -1, -1)]))[: len(part)]
+            padded = torch.cat([part, part[-1:].expand(missing, -1, -1, -1)])
+            tokens += self._write(padded, named + named[-1:] * missing)[: len(part)]
         return tokens
 
     def compile(self) -> None:
@@ -220,21 +244,27 @@ class Network:
         for rows in _BUCKETS:
             self.tokens(torch.zeros(rows, 3, self.spec.height, self.spec.width, dtype=self.dtype, device=self.device))
 
-    def _write(self, pixels: torch.Tensor) -> list[list[int]]:
+    def _write(self, pixels: torch.Tensor, numbers: Sequence[int]) -> list[list[int]]:
         with torch.inference_mode():
             if self.greedy:
                 ends = _as_list(self.settings.eos_token_id)
                 return write_greedily(self.model, pixels, self._prompt.greedy, self.settings, ends).tolist()
-            return self._generate(pixels).tolist()
+            return self._generate(pixels, numbers).tolist()
 
-    def _generate(self, pixels: torch.Tensor) -> torch.Tensor:
-        arguments = {
+    def images(self, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The arguments of `generate` with the pixels."""
+        return {"pixel_values": pixels}
+
+    def _generate(self, pixels: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
+        arguments: dict[str, Any] = {
             name: torch.tensor([ids], device=self.device).repeat(len(pixels), 1)
             for name, ids in self._prompt.arguments.items()
         }
         if "input_ids" in arguments:
             arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
-        written: torch.Tensor = self.model.generate(pixel_values=pixels, generation_config=self.settings, **arguments)
+        if self._noise is not None:
+            arguments["logits_processor"] = [self._noise.of_rows(numbers)]
+        written: torch.Tensor = self.model.generate(**self.images(pixels), generation_config=self.settings, **arguments)
         return written[:, self._prompt.skipped :]
 
     def texts(self, tokens: list[list[int]]) -> list[str]:
@@ -252,21 +282,36 @@ def open_network(source: ModelSource, device: str, options: NetworkOptions) -> N
     random = options.random_weights
     try:
         config = _config(source)
-        kind = _kind(source, config, options.compiled)
-        spec = _image_spec(source, config, required=not random)
-        tokenizer = _tokenizer(source, required=bool(options.prompt) or not random)
-        cls = getattr(transformers, kind.class_name)
-        dtype = _DTYPES[options.precision]
+        kind, dtype = _kind(source, config, options.compiled), _DTYPES[options.precision]
+        if kind is not None:
+            spec = _image_spec(source, config, kind.crops, required=not random)
+            tokenizer = _tokenizer(source, required=bool(options.prompt) or not random)
+        cls = getattr(transformers, "AutoModelForImageTextToText" if kind is None else kind.class_name)
         model = _random(cls, config, device, dtype) if random else _weights(cls, source, dtype, options.trust)
     except LoadFailed:
         raise
     except Exception as e:  # the files come from anywhere
         raise LoadFailed(f"model: {source.name} cannot be loaded: {describe(e)}") from e
     model = model.to(device).train(False).requires_grad_(False)
-    network = Network(model, kind, tokenizer, spec, dtype, options)
+    if kind is not None:
+        network = Network(model, kind, tokenizer, spec, dtype, options)
+    else:
+        network = _processed(source, model, dtype, options)
     if options.compiled and network.device.type == "cuda":
         network.compile()
     return network
+
+
+def _processed(source: ModelSource, model: Any, dtype: torch.dtype, options: NetworkOptions) -> Network:
+    from penstock.bulk.captioner.processed import ProcessedNetwork
+
+    try:
+        processors: Any = transformers.AutoProcessor
+        processor = processors.from_pretrained(source.folder, local_files_only=True)
+        return ProcessedNetwork(model, processor, dtype, options)
+    except Exception as e:  # the files come from anywhere
+        hint = "; pip install torchvision" if "Torchvision" in str(e) else ""
+        raise LoadFailed(f"model: the processor of {source.name} cannot be used: {describe(e)}{hint}") from e
 
 
 # ---- parts of a folder
@@ -279,13 +324,15 @@ def _config(source: ModelSource) -> Any:
     return transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True)
 
 
-def _kind(source: ModelSource, config: Any, compiled: bool) -> NetworkKind:
+def _kind(source: ModelSource, config: Any, compiled: bool) -> NetworkKind | None:
+    """None: the network's own processor prepares its input."""
     kind = KINDS.get(config.model_type)
-    if kind is None:
+    if kind is None and config.model_type not in IMAGE_TEXT_TO_TEXT:
         raise LoadFailed(
-            f"model: {source.name} is of the type '{config.model_type}'; expected one of {', '.join(KINDS)}"
+            f"model: {source.name} is of the type '{config.model_type}'; expected one of {', '.join(KINDS)}, or "
+            f"another that AutoModelForImageTextToText of transformers supports"
         )
-    if compiled and not kind.static:
+    if compiled and not (kind and kind.static):
         raise LoadFailed(f"model: {source.name} is of the type '{config.model_type}', which cannot be compiled")
     return kind
 
@@ -320,7 +367,7 @@ def _tokenizer(source: ModelSource, required: bool) -> Any:
     return None
 
 
-def _image_spec(source: ModelSource, config: Any, required: bool) -> ImageSpec:
+def _image_spec(source: ModelSource, config: Any, crops: bool, required: bool) -> ImageSpec:
     """The spec in the preprocessor's file. If it is missing and not `required`, the network's own size is used."""
     processors: Any = transformers.AutoImageProcessor
     try:
@@ -332,8 +379,8 @@ def _image_spec(source: ModelSource, config: Any, required: bool) -> ImageSpec:
     if found is None:
         side = (getattr(config, "vision_config", None) or config.encoder).image_size
         return ImageSpec(side, side, _CLIP_MEAN, _CLIP_STD, "bicubic")
-    size = found.size
-    if not size.get("height") or not size.get("width") or getattr(found, "do_center_crop", False):
+    size = found.crop_size if crops and getattr(found, "do_center_crop", False) else found.size
+    if not size.get("height") or not size.get("width") or (getattr(found, "do_center_crop", False) and not crops):
         raise LoadFailed(f"model: {source.name} crops images; expected a preprocessor that resizes to height and width")
     kernel = _KERNELS.get(int(found.resample))
     if kernel is None:
@@ -345,14 +392,16 @@ _CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
 
 
-def _settings(own: Any, least: int, most: int, compiled: bool) -> Any:
-    """The generation settings of the network's files, but greedy and with our own length."""
+def _settings(own: Any, options: NetworkOptions) -> Any:
+    """The generation settings of the network's files, but with our own length, beams and sampling."""
     found = copy.deepcopy(own)
     found.update(
         do_sample=False, temperature=None, top_p=None, top_k=None, max_length=None, min_length=None,
-        max_new_tokens=most, min_new_tokens=least or None,
+        max_new_tokens=options.tokens[1], min_new_tokens=options.tokens[0] or None,
     )  # fmt: skip
-    if compiled:
+    if options.beams or options.temperature:
+        found.num_beams = options.beams or 1
+    if options.compiled:
         found.cache_implementation = "static"
     if found.pad_token_id is None:
         found.pad_token_id = next(iter(_as_list(found.eos_token_id)), 0)
@@ -363,6 +412,38 @@ def _as_list(ids: Any) -> list[int]:
     if ids is None:
         return []
     return list(ids) if isinstance(ids, (list, tuple)) else [ids]
+
+
+# ---- sampling
+
+
+class SeededNoise:
+    """Samples by the largest of score / temperature + Gumbel noise, which is a sample of the softmax.
+
+    The noise of a row follows from the seed and the row's number alone. So its caption depends neither on the other
+    rows of a batch nor on an interruption, as it would with the generator of torch.
+    """
+
+    def __init__(self, options: NetworkOptions) -> None:
+        self._options = options
+
+    def of_rows(self, numbers: Sequence[int]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Replaces the scores of each step, `[rows, vocabulary]`, by 0 for the sample and minus infinity."""
+        options = self._options
+        steps = options.tokens[1]
+        noise = [
+            np.random.Generator(np.random.Philox(key=[options.seed, n])).gumbel(size=(steps, options.top_k))
+            for n in numbers
+        ]
+        of_steps = iter(torch.from_numpy(np.stack(noise, axis=1)).float())
+
+        def replaced(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            best = scores.float().topk(min(options.top_k, scores.shape[1]))
+            added = next(of_steps)[:, : best.values.shape[1]].to(scores.device)
+            rank = (best.values / options.temperature + added).argmax(-1, keepdim=True)
+            return torch.full_like(scores, -torch.inf).scatter_(1, best.indices.gather(1, rank), 0.0)
+
+        return replaced
 
 
 # ---- greedy generation

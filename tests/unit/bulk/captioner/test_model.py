@@ -102,10 +102,10 @@ def test_requests_of_every_kind_share_one_batch(
     assert together[3]["caption"][0] == together[2]["caption"]
 
 
-def counted(tokens: Callable[[torch.Tensor], Any], batches: list[int]) -> Callable[[torch.Tensor], Any]:
-    def run(pixels: torch.Tensor) -> Any:
+def counted(tokens: Callable[..., Any], batches: list[int]) -> Callable[..., Any]:
+    def run(pixels: torch.Tensor, numbers: list[int]) -> Any:
         batches.append(len(pixels))
-        return tokens(pixels)
+        return tokens(pixels, numbers)
 
     return run
 
