@@ -12,19 +12,19 @@ seconds or requests: a slow turnover needs a longer one, and the requests of one
 """
 
 import math
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from msgspec import Struct, field
-from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
 
-Floats: TypeAlias = NDArray[np.float64]
+if TYPE_CHECKING:  # NumPy is imported where models compete: a batcher of a streamer needs none
+    import numpy as np
+    from numpy.typing import NDArray
 
 # Choices, checked by tests/properties/test_residency.py against Belady's rule and the least recently used model.
-MEMORIES = np.array([4.0, 16.0, 64.0, 256.0, 1024.0])  # loads after which a use counts 1/e
+MEMORIES = (4.0, 16.0, 64.0, 256.0, 1024.0)  # loads after which a use counts 1/e
 _SCORED = 20.0  # loads after which a prediction counts 1/e in the weight of its memory
 _UNSEEN = 0.2  # uses that every model has at least: one without any is improbable, not impossible
 STAY_S = 1.0  # a model with requests stays at least this long, or four times its load if that is longer
@@ -52,7 +52,7 @@ class ResidentModel(Struct, eq=False):
     used_s: float = -math.inf
     load_s: float = 1.0  # learned
     requests: int = 0
-    uses: Floats = field(default_factory=lambda: np.zeros(len(MEMORIES)))  # in each memory
+    uses: Sequence[float] = (0.0,) * len(MEMORIES)  # in each memory
     counted: int = 0  # requests that are in `uses`
     share: float = 0.0  # predicted, of all uses
     loads: int = 0
@@ -95,7 +95,7 @@ class Residency:
         self.budgets = dict(budgets)
         self.models: dict[tuple[str, str], ResidentModel] = {}
         self._loads = self._learned = 0  # loads, and those when uses were counted last
-        self._scores: Floats = np.zeros(len(MEMORIES))  # logarithms of the probability that each gave the last uses
+        self._scores: Any = 0.0  # logarithms of the probability that each gave the last uses
 
     def add(self, model: ResidentModel) -> None:
         """Raises OverBudget if it can never be loaded."""
@@ -191,12 +191,14 @@ class Residency:
         loads, self._learned = self._loads - self._learned, self._loads
         if not loads:
             return
+        import numpy as np
+
         models = list(self.models.values())
         uses = np.array([m.uses for m in models])
         new = np.array([[m.requests > m.counted] for m in models])
         self._scores *= math.exp(-loads / _SCORED)
         self._scores += (new * np.log(_shares(uses))).sum(axis=0)
-        uses = uses * np.exp(-loads / MEMORIES) + new
+        uses = uses * np.exp(-loads / np.array(MEMORIES)) + new
         weights = np.exp(self._scores - self._scores.max())
         shares = _shares(uses) @ (weights / weights.sum())
         for model, used, share in zip(models, uses, shares.tolist(), strict=True):
@@ -247,7 +249,7 @@ class Residency:
         return can
 
 
-def _shares(uses: Floats) -> Floats:
+def _shares(uses: "NDArray[np.float64]") -> "NDArray[np.float64]":
     """The shares that each memory predicts, from uses of shape (models, memories)."""
-    shares: Floats = (uses + _UNSEEN) / (uses + _UNSEEN).sum(axis=0)
+    shares: NDArray[np.float64] = (uses + _UNSEEN) / (uses + _UNSEEN).sum(axis=0)
     return shares
