@@ -9,7 +9,8 @@ that are as hard to decode as real footage, "tiny" uses clips with numbers that 
 time without the client's start; see `captioning_runs.py`.
 
 `--quick` uses few frames and two resolutions. `--only none,tiny,sweep,pixels,flask,pinned` selects tables. `--gpu`
-uses BLIP-2 in full size with random weights on a GPU instead (`--dry` shrinks the model and needs no GPU).
+uses BLIP-2 in full size with random weights on a GPU instead, for three minutes (without a GPU, `--dry` shrinks the
+model, and `--rehearse` simulates it at the rates of an H200).
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ TABLES: dict[str, Callable[[Bench], None]] = {
 
 
 def main() -> None:
-    further = dict.fromkeys(("quick", "gpu", "dry"), harness.FLAG)
+    further = dict.fromkeys(("quick", "gpu", "dry", "rehearse"), harness.FLAG)
     options = harness.options(__doc__, seconds=None, peers=(PUBLISHED,), tables=TABLES, **further)
     method = f"Medians of {options.rounds} interleaved rounds (2 where nothing is compared), (least..most) behind."
     libraries = ("av", "torch", "transformers")
@@ -236,7 +237,7 @@ def main() -> None:
         from captioning_gpu import gpu
 
         gpu(report, options)
-        report.save(False if options.dry else None)
+        report.save(False if options.dry or options.rehearse else None)
         return
     bench = Bench(options, report)
     for name in options.only:

@@ -3,6 +3,9 @@
 One frame takes 0.70 TFLOP for vision, Q-Former and prompt, and 5.3 GFLOP for each new token (2.65 billion weights).
 Random weights never end a caption, so all captions have the same number of tokens. The limit is half of what one
 large matrix product reaches on this GPU. "GPU busy" is the driver's figure, sampled every 0.2 s during the run.
+
+Everything ends within three minutes, with the rows that were measured until then; progress goes to standard error. A
+rehearsal replaces the network by one that sleeps, at the rates that BLIP-2 alone reached on one H200.
 """
 
 from __future__ import annotations
@@ -11,20 +14,24 @@ import argparse
 import contextlib
 import dataclasses
 import shutil
+import signal
 import statistics
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 
 import harness
 from captioning_clips import FRAMES, pan
-from captioning_runs import PENSTOCK, TINY, Captioner, Model, Setting, per_frame
+from captioning_runs import NONE, PENSTOCK, TINY, Captioner, Model, Setting, per_frame
 from closed_loop import Sample
 
 FULL = Model("BLIP-2 OPT-2.7B", TINY.app, None, pan, lambda frame, caption: True)
 LEAST_RATE = 250.0  # frames/s, bf16 with 12 tokens on one H200
 LEAST_BUSY = 85.0
+LEAST_SHARE = 95.0  # of the rate of the simulated network, %
 FIXED_TFLOP, TOKEN_TFLOP = 0.70, 0.0053
 COPIES = 4
 
@@ -53,37 +60,130 @@ class Way:
         return found + [word for key, value in sets.items() for word in ("--set", f"models.captioner.{key}={value}")]
 
 
-WAYS = (Way("fp16", 100, 128), Way("bf16", 12, 64), Way("bf16", 12, 64, "compile"), Way("bf16", 12, 256))
+WAYS = (Way("bf16", 12, 64), Way("bf16", 12, 256), Way("bf16", 12, 64, "compile"), Way("fp16", 100, 128))
 DRY = (Way("fp32", 30, 64), Way("bf16", 12, 64))
+ALONE = {64: 298.0, 256: 512.0}  # frames/s of the network alone on one H200, by batch: what a rehearsal simulates
+LIMIT_S = 180.0  # of everything: machines with a GPU are lent for minutes
+ROUND_S = 10.0  # of one measured run
+
+
+class Late(Exception):
+    """The benchmark has used its time."""
+
+
+class Clock:
+    """Says what happens, and ends the benchmark after its time."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        signal.signal(signal.SIGALRM, self._end)
+        signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+
+    def _end(self, *_: object) -> None:
+        raise Late
+
+    @property
+    def left_s(self) -> float:
+        return LIMIT_S - (time.monotonic() - self._began_s)
+
+    @contextlib.contextmanager
+    def phase(self, words: str) -> Iterator[None]:
+        """Prints the start of a phase, its age every five seconds, and its end."""
+        done, began_s = threading.Event(), time.monotonic()
+        self._say(f"{words} ...")
+
+        def repeat() -> None:
+            while not done.wait(5.0):
+                self._say(f"{words}: {time.monotonic() - began_s:.0f} s so far")
+
+        thread = threading.Thread(target=repeat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+        self._say(f"{words}: took {time.monotonic() - began_s:.1f} s")
+
+    def _say(self, words: str) -> None:
+        print(f"[{time.monotonic() - self._began_s:5.1f} s] {words}", file=sys.stderr, flush=True)
 
 
 def gpu(report: harness.Report, options: argparse.Namespace) -> None:
     """One row for each way. The targets hold for one H200."""
-    if not options.dry and not shutil.which("nvidia-smi"):
-        raise SystemExit("not measured: there is no GPU here; --dry does without")
-    roof_tflops = None if options.dry else _matmul_tflops() / 2
-    if roof_tflops is not None:
-        report.section(f"{_driver('name')[0]}; half of a large product of bf16 matrices is {roof_tflops:.0f} TFLOP/s.")
-    for way in DRY if options.dry else WAYS:
-        with Captioner(PENSTOCK, FULL, workers=1, flags=way.flags(options.dry)) as server:
+    simulated = options.rehearse
+    if not (options.dry or simulated) and not shutil.which("nvidia-smi"):
+        raise SystemExit("not measured: there is no GPU here; --dry and --rehearse do without")
+    clock = Clock()
+    try:
+        with clock.phase("the clip"):
+            pan(270)
+        roof_tflops = None
+        if not (options.dry or simulated):
+            with clock.phase("a large product of matrices"):
+                roof_tflops = _matmul_tflops() / 2
+            report.section(
+                f"{_driver('name')[0]}; half of a large product of bf16 matrices is {roof_tflops:.0f} TFLOP/s."
+            )
+        ways = WAYS[:2] if simulated else DRY if options.dry else WAYS
+        took_s = 0.0
+        for place, way in enumerate(ways):
+            if clock.left_s < took_s:  # the way before took longer than what is left
+                raise Late
+            began_s = clock.left_s
+            _measure(report, options, clock, way, f"{place + 1}/{len(ways)} {way.words}", roof_tflops)
+            took_s = began_s - clock.left_s
+    except Late:
+        report.section(f"The limit of {LIMIT_S:.0f} s left no time for the other ways.")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _measure(
+    report: harness.Report, options: argparse.Namespace, clock: Clock, way: Way, name: str, roof_tflops: float | None
+) -> None:
+    """The row of one way: as many rounds as are wanted and fit."""
+    alone = ALONE[way.batch] if options.rehearse else None
+    flags = way.flags(options.dry)
+    model = FULL
+    if alone is not None:
+        model = dataclasses.replace(FULL, name="simulated network", app=NONE.app)
+        flags = ["--option", f"rate={alone}", "--max-batch-size", str(way.batch)]
+    with contextlib.ExitStack() as stack:
+        with clock.phase(f"{name}: loading the network"):
+            server = stack.enter_context(Captioner(PENSTOCK, model, workers=1, flags=flags))
+        with clock.phase(f"{name}: the first frames"):
             server.warm(pan(270))
-            runs = [_once(server, way, roof_tflops, options) for _ in range(options.rounds)]
-        report.add({"model": FULL.name + ", shrunken" * options.dry, "how": way.words}, {PENSTOCK: runs})
-        if (way.precision, way.tokens) == ("bf16", 12) and not options.dry:
-            report.target(f"{way.words}: frames/s per GPU", [s["rate"] for s in runs], least=LEAST_RATE)
-            report.target(f"{way.words}: GPU busy, %", [s["busy"] for s in runs], least=LEAST_BUSY)
+            frames = min(FRAMES, 65 if options.dry else 301)
+            rate = _once(server, way, roof_tflops, alone, frames, 1)["rate"]
+        copies = 1 if options.dry or options.quick else max(1, min(COPIES, round(rate * ROUND_S / FRAMES)))
+        runs: list[Sample] = []
+        try:
+            while len(runs) < options.rounds and (not runs or clock.left_s > 2 * ROUND_S):
+                with clock.phase(f"{name}: round {len(runs) + 1} of {options.rounds}"):
+                    runs.append(_once(server, way, roof_tflops, alone, frames if copies == 1 else FRAMES, copies))
+        finally:
+            if runs:
+                report.add({"model": model.name + ", shrunken" * options.dry, "how": way.words}, {PENSTOCK: runs})
+    if alone is not None:
+        shares = [s["of_roof"] for s in runs]
+        report.target(f"{way.words}: share of the network alone, %", shares, least=LEAST_SHARE)
+    elif (way.precision, way.tokens) == ("bf16", 12) and not options.dry:
+        report.target(f"{way.words}: frames/s per GPU", [s["rate"] for s in runs], least=LEAST_RATE)
+        report.target(f"{way.words}: GPU busy, %", [s["busy"] for s in runs], least=LEAST_BUSY)
 
 
-def _once(server: Captioner, way: Way, roof_tflops: float | None, options: argparse.Namespace) -> Sample:
-    frames = 65 if options.dry else 301 if options.quick else FRAMES
-    with _busy(wanted=not options.dry) as looks:
-        whole = server.run(pan(270), frames, Setting(copies=COPIES))
-    found = per_frame(whole, 0.0, frames * COPIES)
+def _once(
+    server: Captioner, way: Way, roof_tflops: float | None, alone: float | None, frames: int, copies: int
+) -> Sample:
+    with _busy(wanted=roof_tflops is not None) as looks:
+        whole = server.run(pan(270), frames, Setting(copies=copies))
+    found = per_frame(whole, 0.0, frames * copies)
     if looks:
         running = looks[len(looks) // 10 : -max(1, len(looks) // 10)]
         found["busy"] = statistics.mean(running or looks)
-    if roof_tflops is not None:
-        roof = roof_tflops / (FIXED_TFLOP + TOKEN_TFLOP * way.tokens)
+    roof = alone or (roof_tflops and roof_tflops / (FIXED_TFLOP + TOKEN_TFLOP * way.tokens))
+    if roof:
         found |= {"roof": roof, "of_roof": 100 * found["rate"] / roof}
     return found
 
