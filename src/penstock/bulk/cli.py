@@ -167,8 +167,8 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
             name: flags[name]
             for name in (
                 "inputs", "servers", "ca", "kernel", "tone_map", "deinterlace", "mode", "decoders", "memory_bytes",
-                "give_up_s", "wait_s", "from0", "extensions", "on_damage", "ray", "restart", "retry_failed", "price",
-                "rpm", "tpm", "engine",
+                "give_up_s", "wait_s", "from0", "extensions", "allowed_urls", "on_damage", "ray", "restart",
+                "retry_failed", "price", "rpm", "tpm", "engine",
             )
         },
     )  # fmt: skip
@@ -372,6 +372,10 @@ class _Caption(click.Command):
 )  # fmt: skip
 @click.option("--from0", is_flag=True, help="Separate the list on standard input (INPUT -) by NUL instead of newline.")
 @click.option(
+    "--allow-url", "allowed_urls", multiple=True, metavar="URL",
+    help="Also read videos at URLs that begin with this, such as https://bucket.example/videos/; repeatable.",
+)  # fmt: skip
+@click.option(
     "--extensions", multiple=True, callback=suffixes, metavar="E,E",
     help="Take only files of folders and patterns that end in these; repeatable [every video].",
 )  # fmt: skip
@@ -403,9 +407,9 @@ class _Caption(click.Command):
 def caption(**flags: Any) -> None:
     """Caption the frames of videos.
 
-    INPUT is a file, a folder, a quoted pattern such as 'disk/**/*.mp4', or - for a list on standard input. Without
-    INPUT, the job continues with the videos of the last run into the same output. An interrupted run continues where
-    it stopped. After runs with --shard, `penstock caption merge` writes the outputs.
+    INPUT is a file, a folder, a quoted pattern such as 'disk/**/*.mp4', a URL (with --allow-url), or - for a list on
+    standard input. Without INPUT, the job continues with the videos of the last run into the same output. An
+    interrupted run continues where it stopped. After runs with --shard, `penstock caption merge` writes the outputs.
 
     Exit status: 0 all captioned, 2 wrong usage, 3 some videos failed or the job had to stop, 130 interrupted.
     """

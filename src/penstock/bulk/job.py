@@ -137,7 +137,11 @@ class BulkJob:
         """The videos of the inputs. Raises InputError, ConfigError."""
         options = self.options
         videos, notes = expand(
-            options.inputs, stdin=sys.stdin.buffer, from0=options.from0, extensions=options.extensions
+            options.inputs,
+            stdin=sys.stdin.buffer,
+            from0=options.from0,
+            extensions=options.extensions,
+            allowed_urls=options.allowed_urls,
         )
         if notes.skipped:
             kind = "images" if videos and all(is_image(video.path) for video in videos) else "videos"

@@ -53,6 +53,7 @@ class JobOptions(Struct, frozen=True, kw_only=True):
     engine: str | None = None  # the command of a server that the job runs
     from0: bool = False
     extensions: frozenset[str] = frozenset()
+    allowed_urls: tuple[str, ...] = ()
     shard: Shard | None = None
     ray: str | None = None  # the address of a cluster, or "auto"
     restart: bool = False

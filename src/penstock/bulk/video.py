@@ -9,19 +9,21 @@ import logging
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, BinaryIO, Literal
 
 from msgspec import Struct
 
 from penstock.bulk.types import Video
+from penstock.bulk.urls import READ_BYTES, RemoteFile, check_allowed, is_url, url_name
 from penstock.errors import PenstockError
 from penstock.plugins import optional_module
 
 _logger = logging.getLogger("penstock.bulk")
 
-Stage = Literal["open", "decode"]
+Stage = Literal["open", "read", "decode"]
 
 OPEN_OPTIONS = {"protocol_whitelist": "file"}  # a playlist disguised as a video reaches no network
 DECODE_OPTIONS = {"max_pixels": str(8192 * 8192)}
@@ -110,22 +112,36 @@ class OpenVideo:
 
     def __init__(self, path: str, threads: int, *, tolerant: bool = False, stream: int | None = None) -> None:
         av = av_library()
-        _require_regular_file(path)
+        self._remote: RemoteFile | None = None
+        options = {"container_options": dict(OPEN_OPTIONS), "metadata_errors": "replace"}
         try:
-            # "file:" because a name may look like a protocol or begin with "-"
-            self.container = av.open("file:" + path, container_options=dict(OPEN_OPTIONS), metadata_errors="replace")
-        except (OSError, ValueError, av.error.FFmpegError) as error:
+            if is_url(path):
+                self._remote = RemoteFile(path, partial(VideoError, stage="read"))
+                self.container = av.open(self._remote, buffer_size=READ_BYTES, **options)
+            else:
+                _require_regular_file(path)
+                # "file:" because a name may look like a protocol or begin with "-"
+                self.container = av.open("file:" + path, **options)
+        except BaseException as error:
+            self._close_remote()
+            if not isinstance(error, (OSError, ValueError, av.error.FFmpegError)):
+                raise
             raise VideoError(f"cannot be opened as a video: {reason(error)}", stage="open", detail=path) from error
         try:
             self.stream = self._choose_stream(av, path, stream)
             self._configure_decoder(threads, DECODE_OPTIONS if tolerant else DECODE_OPTIONS | STRICT_OPTIONS)
         except BaseException:
-            self.container.close()
+            self.close()
             raise
 
     def close(self) -> None:
         """Frees the container and its decoder."""
         self.container.close()
+        self._close_remote()
+
+    def _close_remote(self) -> None:
+        if self._remote is not None:
+            self._remote.close()
 
     @property
     def tick_s(self) -> float:
@@ -235,14 +251,15 @@ def expand(
     stdin: BinaryIO | None = None,
     from0: bool = False,
     extensions: frozenset[str] = frozenset(),
+    allowed_urls: Sequence[str] = (),
 ) -> tuple[list[Video], InputNotes]:
     """The videos in the order of their inputs, each file once and folders sorted; and notes on the other files.
 
-    An input is a file, a folder (with everything below it), a pattern (`**` matches any folders), or `-` for the
-    lines of `stdin` (separated by NUL if `from0`), each a file or folder. Of folders and patterns, `extensions` select
-    the files, such as ".mp4"; without any, those that are videos or, if there is no video, images. A file that cannot
-    be examined becomes a video of size 0: opening it fails and gives the reason. Raises InputError for an input
-    without any file.
+    An input is a file, a folder (with everything below it), a pattern (`**` matches any folders), a URL that begins
+    with one of `allowed_urls`, or `-` for the lines of `stdin` (separated by NUL if `from0`), each a file, folder or
+    URL. Of folders and patterns, `extensions` select the files, such as ".mp4"; without any, those that are videos or,
+    if there is no video, images. A file that cannot be examined becomes a video of size 0: opening it fails and gives
+    the reason. Raises InputError for an input without any file, ConfigError for a URL that is not allowed.
     """
     notes = InputNotes()
     files: dict[tuple[int, ...] | str, Video] = {}  # on some network disks device and inode do not identify a file
@@ -250,12 +267,14 @@ def expand(
     folders: set[tuple[int, int]] = set()
     pictures = set()  # those that a folder or a pattern happens to contain
     for path, explicit in _files(inputs, stdin, from0, folders):
-        status = _status(path)
+        if is_url(path):
+            check_allowed(path, allowed_urls)
+        status = None if is_url(path) else _status(path)
         picture = not explicit and not extensions and is_image(path)
         if not explicit and not picture and not _is_video(path, status, extensions):
             notes.skipped += 1
             continue
-        name = valid_text(path)
+        name = url_name(path) if is_url(path) else valid_text(path)
         key = path if status is None else (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         known = files.get(key)
         if known is None and name not in names:
@@ -294,6 +313,8 @@ def _files(
                 raise InputError("the input - reads a list from standard input, and there is none")
             for path in _read_list(stdin, from0):
                 yield from _below(path, folders)
+        elif is_url(text):
+            yield text, True
         elif os.path.lexists(text):
             yield from _below(text, folders)
         elif glob.has_magic(text):
@@ -339,7 +360,7 @@ def _read_list(stdin: BinaryIO, from0: bool) -> Iterator[str]:
 
 def _below(path: str, folders: set[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
     """The path itself if it is a file, or every file below the folder. A job enters each folder once."""
-    status = _status(path)
+    status = None if is_url(path) else _status(path)
     if status is None or not stat.S_ISDIR(status.st_mode):
         yield path, True
         return
