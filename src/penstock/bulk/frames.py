@@ -231,8 +231,12 @@ class _Clock:
         self._stated: Fraction | None = None  # the last time that a pts states
         self._frames = -1  # after the first
 
-    def start(self, pts: int | None, lost: int = 0) -> None:
-        """Sets time zero to the pts of the first frame, or to the time of the first of the frames `lost` before it."""
+    def start(self, pts: int | None, lost: int = 0, *, number: int = 0) -> None:
+        """Sets time zero to the pts of the first frame, or to the time of the first of the frames `lost` before it.
+
+        The next frame has that number.
+        """
+        self._frames = number - 1
         self._zero = pts if pts is None or not lost else pts - lost * self._step / self._unit
 
     def next(self, pts: int | None, lost: int = 0, *, seekable: bool = True) -> tuple[float, int | None]:
@@ -307,7 +311,7 @@ class _SinglePass:
         stream = self._video.stream
         try:
             first = next(self._survivors())
-            self._clock.start(first.picture.pts, first.lost)
+            self._clock.start(first.picture.pts, first.lost, number=position.frame)
             self._video.container.seek(position.pts - round(back_s / stream.time_base), stream=stream)
             survivors = self._survivors()
             number, gaps = -1, GapList()  # from the keyframe on, until the position is found

@@ -513,6 +513,19 @@ def test_the_frames_kept_around_damage_depend_on_neither_threads_nor_a_resume(
         assert [one for one in found if one.frame not in traces] == clean
 
 
+def test_a_resume_counts_the_frame_rate_from_the_beginning(clips: Any) -> None:
+    path, _ = clips("b-frames.avi")
+    broken = path
+    for n in (2, 12):
+        place, size, _ = packets(path)[n]
+        broken = damaged(broken, place + min(size - 1, 12), max(1, size - 12), 0)
+    kept, _ = read_around(broken)
+    places = [i for i, frame in enumerate(kept) if frame.pts is not None]
+    assert len(places) > 2
+    for i in places:
+        assert [one[:3] for one in read_around(broken, at(kept[i]))[0]] == [one[:3] for one in kept[i:]]
+
+
 def test_a_hole_in_a_transport_stream_is_a_gap_of_as_many_frames_as_fit_into_its_time(tmp_path: Path) -> None:
     data = bytearray(make_clip(tmp_path / "a.ts", 80, options={"g": "10", "bf": "0"}).read_bytes())
     middle = len(data) // 2 // 188 * 188
