@@ -94,12 +94,10 @@ def test_a_cluster_without_processors_and_a_wrong_address_are_refused(
     for node in [node for node in cluster.worker_nodes]:
         cluster.remove_node(node, allow_graceful=False)
     with FakeCaptioner() as server:
-        deadline = time.monotonic() + 30
-        while True:
-            done = CliRunner().invoke(caption, ["a.mp4", "--server", server.url, "--ray=auto"])
-            if "the Ray cluster has no CPU" in done.output or time.monotonic() > deadline:
-                break
-        assert done.exit_code == 2, done.output
+        # soon after the loss of the last node it is found at the start, before that by a task that waits
+        done = CliRunner().invoke(caption, ["a.mp4", "--server", server.url, "--ray=auto", "--progress", "none"])
+        assert done.exit_code in (2, 3), done.output
+        assert "the Ray cluster has no CPU" in done.output
         done = CliRunner().invoke(caption, ["--server", server.url, "--ray", "a.mp4"])
         assert (done.exit_code, "write --ray=auto" in done.output) == (2, True)
         assert not server.seen

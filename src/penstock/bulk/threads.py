@@ -16,7 +16,7 @@ from typing import Protocol
 
 from penstock.bulk import spool
 from penstock.bulk.decode import BlockPool
-from penstock.bulk.endpoints import NOT_THE_VIDEOS_FAULT
+from penstock.bulk.endpoints import ENDS_THE_JOB, NOT_THE_VIDEOS_FAULT
 from penstock.bulk.options import ROUND, JobPlan
 from penstock.bulk.sender import ChunkSender
 from penstock.bulk.spool import SpoolEnd, SpoolState, Tally
@@ -390,6 +390,8 @@ class DecoderThreads:
             return ready, result
         except Stopped:
             pass
+        except ENDS_THE_JOB:
+            raise
         except Exception as e:  # one video never ends the job
             _logger.exception("video=%s cannot be read", video.name)
             return ready, ReadResult(sent + len(ready), 0, ReadingFailed(f"cannot be read: {describe(e)}"))

@@ -18,6 +18,7 @@ from msgspec import Struct, structs
 
 from penstock.backoff import Backoff
 from penstock.bulk.decode import BlockPool, read_chunks
+from penstock.bulk.endpoints import NoServer
 from penstock.bulk.job import JobParts
 from penstock.bulk.options import MIN_MEMORY, JobPlan
 from penstock.bulk.sender import ChunkSender
@@ -34,19 +35,26 @@ from penstock.bulk.types import (
     Video,
 )
 from penstock.client.endpoint import parse_url, tls_context
-from penstock.errors import ConfigError, PenstockError, describe
+from penstock.errors import PenstockError, describe
 from penstock.ray.transport import check_ray, connect
 
 log = logging.getLogger("penstock.ray")
 
 AHEAD: Final = 8  # chunks of a task that the job has not taken: a second of captions
 LOOK_S: Final = 0.2  # between two looks whether the job ends
+LOOKS: Final = 25  # without a row, until one whether the cluster still has a node
 ATTEMPTS: Final = 8  # tasks in a row that end without a row; as for a chunk at a server
 FIRST_S, LONGEST_S = 0.5, 30.0  # pauses between them, as for a chunk
 
 
+class NoNode(NoServer):
+    """No node of the cluster is left for tasks; the job ends."""
+
+    code = "no_node"
+
+
 class TaskFailed(PenstockError):
-    """A task raised an unexpected error; the job ends."""
+    """A task raised an unexpected error; the video fails, the job continues."""
 
     code = "task_failed"
 
@@ -73,7 +81,7 @@ class NoBlock:
 
 
 class RayCaptions:
-    """The parts of a job on a cluster. Connects to it; raises ConfigError, LoadFailed."""
+    """The parts of a job on a cluster. Connects to it; raises ConfigError, LoadFailed, NoNode."""
 
     def __init__(self, address: str) -> None:
         check_ray()
@@ -81,9 +89,7 @@ class RayCaptions:
         import ray
 
         self._ray = ray
-        self.cpus = int(ray.cluster_resources().get("CPU", 0))
-        if self.cpus < 1:
-            raise ConfigError("the Ray cluster has no CPU for a task: add a node, or start it with --num-cpus")
+        self.cpus = self._check_cpus()
         self._task = ray.remote(caption_video)
         self._lock = threading.Lock()
         self._results: dict[tuple[str, int], Rows] = {}
@@ -91,6 +97,13 @@ class RayCaptions:
 
     def parts(self) -> JobParts:
         return JobParts(read_chunks=self.read_chunks, sender=self._as_sender)
+
+    def _check_cpus(self) -> int:
+        """Those of all nodes that are alive. Raises NoNode if there is none: tasks would wait for ever."""
+        cpus = int(self._ray.cluster_resources().get("CPU", 0))
+        if cpus < 1:
+            raise NoNode("the Ray cluster has no CPU for a task: add a node, or start it with --num-cpus")
+        return cpus
 
     # ---- in place of decoding
 
@@ -139,8 +152,12 @@ class RayCaptions:
         try:
             while True:
                 ready: list[Any] = []
+                looks = 0
                 while not ready:
                     _check(pool)
+                    looks += 1
+                    if looks % LOOKS == 0:
+                        self._check_cpus()
                     ready, _ = ray.wait([stream], timeout=LOOK_S)
                 try:
                     yield ray.get(next(stream))
