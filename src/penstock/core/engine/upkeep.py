@@ -68,6 +68,7 @@ class _Usage(Struct):
     reported: bool = False  # its growth
     least_bytes: int = 0  # the lowest reading since the last report of doubled memory
     least_at_s: float = 0.0
+    doubled: int = 0  # how often; a cache fills once
     hopeless: bool = False  # it needed more than `max_memory_bytes` from the beginning
 
 
@@ -127,7 +128,10 @@ class Upkeep:
                 " cache that fills once, the model leaks; max_memory_bytes in its section replaces the worker in time",
                 *(model, slot, usage.pid, nbytes, usage.least_bytes, now_s - usage.least_at_s),
             )
-            usage.least_bytes, usage.least_at_s = nbytes, now_s
+            usage.least_bytes, usage.least_at_s, usage.doubled = nbytes, now_s, usage.doubled + 1
+            if usage.doubled > 1 and not usage.reported:
+                usage.reported = True
+                self._instances.note(slot, "leaking")
         grown = usage.growth.add(nbytes, now_s)
         if grown and not usage.reported:
             usage.reported = True

@@ -138,6 +138,7 @@ def test_memory_that_doubles_within_seconds_is_reported_at_once_and_each_time(ca
     lines = [record.getMessage() for record in caplog.records if "event=memory_doubled" in record.getMessage()]
     found = [int(line.partition("resident_bytes=")[2].partition(" ")[0]) // MIB for line in lines]
     assert found == [820, 1780, 3700, 7540]
+    assert bench.noted == [(0, "leaking")]  # a cache would have doubled once
     assert lines[0].startswith("event=memory_doubled model=m version=1 slot=0 pid=1000 ")
     assert " seconds=2: " in lines[0]
     caplog.clear()
@@ -146,3 +147,4 @@ def test_memory_that_doubles_within_seconds_is_reported_at_once_and_each_time(ca
         small.bytes = (100 + 300 * (i % 2)) * MIB
         small.batch()
     assert not caplog.records
+    assert not small.noted
