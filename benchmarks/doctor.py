@@ -16,12 +16,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -29,7 +30,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-WARM_S = 6.0  # until the doctor is asked; it looks for five seconds more
+import uvloop
+
 RAMP_S = 1.5  # in which the connections come, so that the server sees small batches as well
 MEASURED_S = 6.0  # of answers, before and after a change
 JSON = "application/json"
@@ -63,6 +65,11 @@ class Case:
     change: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
     changed: Load | None = None
     also: Load | None = None  # beside `load`
+    files: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of the server's folder, where it finds programs and modules
+    warm_s: float = 6.0  # until the doctor is asked, which looks for five seconds more
+    broker_s: float = 0.0  # a worker behind a broker that is so far away, in place of a server
 
 
 SLEEPS = """
@@ -74,20 +81,30 @@ SLEEPS = """
 """
 
 
+GPU = """
+    # a driver that finds its GPU idle for most of the time
+    from types import SimpleNamespace
+
+    def nvmlInit(): pass
+    def nvmlDeviceGetCount(): return 1
+    def nvmlDeviceGetHandleByIndex(i): return i
+    def nvmlDeviceGetName(handle): return "a"
+    def nvmlDeviceGetMemoryInfo(handle): return SimpleNamespace(used=1, total=2)
+    def nvmlDeviceGetUtilizationRates(handle): return SimpleNamespace(gpu=20)
+"""
+
+
 def sleeps(fixed: float, row: float) -> str:
     """A model whose batches take fixed + row * n seconds, on a device of its own."""
     return SLEEPS.format(fixed=fixed, row=row)
 
 
-def tensor(binary: bool) -> tuple[bytes, str]:
-    """(body, content type) of an Open Inference request of 20,000 numbers."""
+def tensor() -> bytes:
+    """An Open Inference request of 20,000 numbers."""
     values = [i / 7 for i in range(20_000)]
-    head: dict[str, Any] = {"name": "x", "datatype": "FP32", "shape": [1, len(values)]}
-    if not binary:
-        return json.dumps({"inputs": [head | {"data": values}]}).encode(), JSON
-    data = array("f", values).tobytes()
-    text = json.dumps({"inputs": [head | {"parameters": {"binary_data_size": len(data)}}]}).encode()
-    return text + data, f"{BYTES}\r\ninference-header-content-length: {len(text)}"
+    return json.dumps(
+        {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, len(values)], "data": values}]}
+    ).encode()
 
 
 def number(key: str) -> Callable[[Mapping[str, Any]], Mapping[str, str]]:
@@ -127,7 +144,8 @@ CASES = (
 
         def m(items):
             time.sleep(0.002)
-            kept.append(bytearray(2 * 2**20))
+            if len(kept) < 600:  # 2.4 GiB: enough to be noticed
+                kept.append(b"x" * 2**22)
             return items
         """,
         Load(4, pause_s=0.05),
@@ -145,6 +163,7 @@ CASES = (
         """,
         Load(32),
     ),
+    Case("broker lag", sleeps(0.004, 0.0005), Load(8), broker_s=0.02),
     Case(
         "slow clients",
         """
@@ -206,10 +225,10 @@ CASES = (
     ),
     Case(
         "padding",
-        sleeps(0.001, 0.001),
+        sleeps(0.02, 0.001),
         Load(8),
-        {"batching.sizes": "[32]"},
-        change=lambda found: {"batching.sizes": "[8, 32]"},
+        {"batching.sizes": "[1, 32]"},
+        change=lambda found: {"batching.sizes": f"[1, {found['change'].split()[1]}, 32]"},
     ),
     Case(
         "slow decode",
@@ -224,9 +243,9 @@ CASES = (
                 time.sleep(0.003)
                 return x[:, 0]
         """,
-        Load(16, *tensor(binary=False), path="/v2/models/m/infer"),
+        Load(16, tensor(), path="/v2/models/m/infer"),
         {"batching.max_batch_size": "8"},
-        changed=Load(16, *tensor(binary=True), path="/v2/models/m/infer"),
+        change=number("instances"),
     ),
     Case(
         "slow preprocess",
@@ -247,6 +266,13 @@ CASES = (
         Load(32),
         {"batching.max_batch_size": "8"},
         change=number("preprocess_processes"),
+    ),
+    Case(
+        "GPU starved",
+        sleeps(0.02, 0.0),
+        Load(32),
+        {"devices": '["cuda:0"]', "batching.max_batch_size": "8"},
+        files={"nvidia-smi": "#!/bin/sh\necho 'GPU 0: a'\n", "pynvml.py": GPU},
     ),
     Case(
         "queue bound",
@@ -312,7 +338,7 @@ def _run_load(url: str, loads: Sequence[Load], answered: Any) -> None:
             answered.value = count[0]
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asyncio.run(main())
+    uvloop.run(main())  # the client must not be the limit
 
 
 @contextlib.contextmanager
@@ -336,7 +362,9 @@ def loaded(url: str, loads: Sequence[Load]) -> Iterator[Any]:
 def serving(case: Case, settings: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """The URLs of a server with the case's model and these settings."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
-        Path(folder, "app.py").write_text(textwrap.dedent(case.source))
+        for name, text in {"app.py": case.source, **case.files}.items():
+            Path(folder, name).write_text(textwrap.dedent(text))
+            Path(folder, name).chmod(0o755)
         given = [word for key, value in settings.items() for word in ("--set", f"models.m.{key}={value}")]
         free = [word for name in ("port", "management_port", "metrics_port") for word in ("--set", f"server.{name}=0")]
         read, write = os.pipe()
@@ -344,7 +372,12 @@ def serving(case: Case, settings: Mapping[str, str]) -> Iterator[dict[str, str]]
             [sys.executable, "-m", "penstock", "serve", "app.py:m", *given, *free, "--set", "server.grpc_port=0"],
             cwd=folder,
             pass_fds=[write],
-            env={**os.environ, "PENSTOCK_READY_FD": str(write)},
+            env={
+                **os.environ,
+                "PENSTOCK_READY_FD": str(write),
+                "PYTHONPATH": folder,
+                "PATH": f"{folder}:{os.environ['PATH']}",
+            },
             stdout=log,
             stderr=log,
         )
@@ -364,6 +397,89 @@ def serving(case: Case, settings: Mapping[str, str]) -> Iterator[dict[str, str]]
                 server.wait()
 
 
+@contextlib.contextmanager
+def far_worker(case: Case) -> Iterator[str]:
+    """The metrics listener of a `penstock worker` under load, whose broker is `broker_s` away."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
+        Path(folder, "app.py").write_text(textwrap.dedent(case.source))
+        near, far = (running.enter_context(contextlib.closing(socket.socket())) for _ in range(2))
+        ports = []
+        for each in (near, far):
+            each.bind(("127.0.0.1", 0))
+            ports.append(each.getsockname()[1])
+        near.close()
+        far.listen()
+        redis = subprocess.Popen(["redis-server", "--port", str(ports[0]), "--save", ""], stdout=subprocess.DEVNULL)
+        running.callback(redis.wait)
+        running.callback(redis.kill)
+        _fork(running, _delay, far, ports[0], case.broker_s)
+        worker = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "penstock",
+                "worker",
+                "app.py:m",
+                f"--redis=127.0.0.1:{ports[1]}",
+                "--metrics-port=0",
+            ],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        running.enter_context(worker)
+        running.callback(worker.terminate)
+        assert worker.stdout is not None
+        metrics = re.search(r"http://\S+(?=/metrics)", worker.stdout.readline())
+        assert metrics
+        assert "serves" in worker.stdout.readline()
+        _fork(running, _call, f"127.0.0.1:{ports[0]}", case.load.connections)
+        yield metrics[0]
+
+
+def _fork(running: contextlib.ExitStack, target: Callable[..., None], *arguments: Any) -> None:
+    process = get_context("fork").Process(target=target, args=arguments, daemon=True)
+    process.start()
+    running.callback(process.join)
+    running.callback(process.kill)
+
+
+def _delay(listening: socket.socket, port: int, seconds: float) -> None:
+    """Forwards connections to a port; everything arrives `seconds` late."""
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(2**16):
+            asyncio.get_running_loop().call_later(seconds, writer.write, data)
+        writer.close()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(copy(reader, there[1]), copy(there[0], writer))
+
+    async def main() -> None:
+        async with await asyncio.start_server(forward, sock=listening) as server:
+            await server.serve_forever()
+
+    asyncio.run(main())
+
+
+def _call(broker: str, callers: int) -> None:
+    """Calls a model over a broker, for ever."""
+    from penstock import RedisStreamer
+
+    streamer = RedisStreamer(redis_broker=broker)
+
+    def call() -> None:
+        while True:
+            streamer.predict([1])
+
+    threads = [threading.Thread(target=call, daemon=True) for _ in range(callers)]
+    for thread in threads:
+        thread.start()
+    threads[0].join()
+
+
 def doctor(url: str) -> dict[str, Any]:
     """The view that `penstock doctor --json` prints."""
     command = [sys.executable, "-m", "penstock", "doctor", url, "--json"]
@@ -373,11 +489,15 @@ def doctor(url: str) -> dict[str, Any]:
     return view
 
 
-def asked(case: Case, warm_s: float = WARM_S) -> dict[str, Any]:
-    """The view of the doctor on a server with this cause."""
+@contextlib.contextmanager
+def injected(case: Case) -> Iterator[str]:
+    """The metrics listener of a server with this cause, under load."""
+    if case.broker_s:
+        with far_worker(case) as metrics:
+            yield metrics
+        return
     with serving(case, case.settings) as urls, loaded(urls["inference"], _loads(case)):
-        time.sleep(warm_s)
-        return doctor(urls["metrics"])
+        yield urls["metrics"]
 
 
 def _loads(case: Case) -> list[Load]:
@@ -417,7 +537,9 @@ def main() -> None:
         if options.causes and (case.cause or "healthy") not in options.causes:
             continue
         for _ in range(options.rounds):
-            view = asked(case)
+            with injected(case) as url:
+                time.sleep(case.warm_s)
+                view = doctor(url)
             first = named(view)
             right, total = right + (first == case.cause), total + 1
             print(f"{case.cause or 'healthy':20} {first or 'healthy':20} {view['verdict']['text']}", flush=True)

@@ -17,7 +17,7 @@ from msgspec import Struct
 # choices, except where a measurement is named
 BUSY: Final = 0.9  # share of the time in which an instance has a batch: more is never idle
 FULL: Final = 0.9  # share of max_batch_size
-LOOP_CPU: Final = 0.4  # of a core: a loop that waits for a core longer than it runs is not the limit, the machine is
+LOOP_CPU: Final = 0.3  # of a core: a loop that waits for a core longer than it runs is not the limit, the machine is
 BIG_BYTES: Final = 64 * 1024  # larger bodies are received into the pool
 CROWDED: Final = 1.3  # runnable threads of workers for each core
 PADDED: Final = 0.3  # share of the work that is padding
@@ -53,9 +53,9 @@ class Reading(Struct, frozen=True, kw_only=True):
     `refused` counts requests that found the queue full, `died` and `leaking` workers. `up` instances had a batch for
     `busy` of the time, summed over them; batches ran for `working`. `decode_s`, `preprocess_s` and `run_s` are the
     times of a batch, the last with preprocessing, unless `helping` processes of the worker do that, and without
-    decoding. `fixed_s` and `row_s` are its learned cost.
-    `padded` is the share of the work that is padding. `cpu` and `runnable` sum over the workers: cores that they use,
-    and threads that run or wait for a core. `gpu` is the utilization of its GPUs, None without.
+    decoding. `fixed_s` and `row_s` are its learned cost. `padded` is the share of the work that is padding: of tokens
+    if the model takes `texts`, else of rows. `cpu` and `runnable` sum over the workers: cores that they use, and
+    threads that run or wait for a core. `gpu` is the utilization of its GPUs, None without.
     """
 
     name: str = "m"
@@ -82,6 +82,7 @@ class Reading(Struct, frozen=True, kw_only=True):
     row_s: float = 0.0
     helping: int = 0
     padded: float = 0.0
+    texts: bool = False
     body_bytes: float = 0.0
     cpu: float = 0.0
     runnable: float = 0.0
@@ -107,7 +108,8 @@ class Reading(Struct, frozen=True, kw_only=True):
     @property
     def crowded(self) -> bool:
         """The threads of the workers wait for cores, and those of this model too."""
-        return self.saturated and self.server.runnable >= CROWDED * self.server.cores and self.runnable > self.cpu
+        enough = self.server.runnable >= CROWDED * self.server.cores
+        return self.batches > 0 and self.up > 0 and enough and self.runnable > self.cpu
 
     @property
     def period_s(self) -> float:
@@ -146,6 +148,17 @@ class Reading(Struct, frozen=True, kw_only=True):
     @property
     def fewer(self) -> int:
         return max(1, min(self.up - 1, self.server.cores))
+
+    @property
+    def fitting(self) -> int:
+        """The size of a ladder that batches need."""
+        return int(1 << max(0, ceil(self.rows) - 1).bit_length())
+
+    def unpadded(self) -> float:
+        """How many times as many batches instances would run without padding, or with the fitting size."""
+        padded = min(self.padded, 0.99)
+        now_s, then_s = self._run_s(self.rows / (1 - padded)), self._run_s(self.fitting)
+        return 1 / (1 - padded) if self.texts else max(1.0, now_s / then_s)
 
     @property
     def predict_s(self) -> float:
@@ -288,16 +301,19 @@ CAUSES: Final = (
         "penstock_padded_rows_total",
         lambda r: r.padded >= PADDED and r.busy >= 0.5 * r.up,
         lambda r: f"{r.padded:.0%} of the work of batches is padding",
-        lambda r: 'set batching.bucket = "length" for texts, or more sizes in batching.sizes',
-        lambda r: 1 / (1 - min(r.padded, 0.99)),
+        lambda r: 'set batching.bucket = "length"' if r.texts else f"add {r.fitting} to batching.sizes",
+        lambda r: r.unpadded(),
     ),
     Cause(
         "slow decode",
         "penstock_preprocess_seconds",
         lambda r: r.saturated and r.decode_s >= PREPARING * r.per_batch_s,
         lambda r: f"{_batch(r)}, of which decoding the bodies takes {_ms(r.decode_s)}",
-        lambda r: "send tensors in binary form instead of JSON or images, or add instances",
-        lambda r: max(1.0, r.period_s / r.run_s) if r.run_s else None,
+        lambda r: (
+            "send tensors in binary form instead of JSON or images"
+            + (f", or set instances = {r.more}" if r.more > r.up else "")
+        ),
+        lambda r: r.more / r.up if r.more > r.up else None,
     ),
     Cause(
         "slow preprocess",

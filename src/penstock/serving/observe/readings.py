@@ -156,6 +156,7 @@ class Readings:
             fixed_s=float(explained.get("a_s", 0.0)),
             row_s=float(explained.get("b_s", 0.0)),
             helping=model.helpers // max(1, status.ready_instances),
+            texts="sent_tokens" in explained,
             padded=padding / (done + padding) if padding > 0 else 0.0,
             body_bytes=max(0.0, b.bytes - a.bytes) / requests,
             cpu=cpu,

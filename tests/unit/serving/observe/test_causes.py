@@ -42,8 +42,8 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str, float | None]] = {
         "instances = 2",
         1.0,
     ),
-    "padding": ({"padded": 0.75, "busy": 1.2}, {}, "bucket", 4.0),
-    "slow decode": (BUSY | {"decode_s": 0.008, "run_s": 0.004}, {}, "binary", 5.0),
+    "padding": ({"padded": 0.75, "busy": 1.2}, {}, "add 4 to batching.sizes", (4 + 16) / (4 + 4)),
+    "slow decode": (BUSY | {"decode_s": 0.008, "run_s": 0.004}, {}, "binary", 2.0),
     "slow preprocess": (BUSY | {"preprocess_s": 0.004, "batches": 250.0}, {}, "preprocess_processes = 2", 8 / 3),
     "GPU starved": (BUSY | {"gpu": 0.2}, {}, "preprocess_processes", None),
     "queue bound": ({"refused": 100.0, "max_queue": 8}, {}, "max_queue = 256", 4 / 3),
@@ -106,7 +106,7 @@ def test_any_reading_gives_whole_sentences_and_finite_gains(found: list[Reading]
 def test_a_server_without_busy_instances_or_a_busy_loop_is_not_slow(found: Reading) -> None:
     idle = structs.replace(
         found, busy=0.5 * found.up - 1e-9, died=0, leaking=0, ceiling=None, memory_failed=0.0, refused=0.0,
-        server=structs.replace(found.server, loop_busy=0.5, pool=0.5, unsent_bytes=0, broker_s=0.0),
+        server=structs.replace(found.server, loop_busy=0.5, pool=0.5, unsent_bytes=0, broker_s=0.0, runnable=0.0),
     )  # fmt: skip
     assert findings([idle]) == []
 
