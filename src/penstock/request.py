@@ -15,6 +15,7 @@ from urllib.parse import parse_qs
 import msgspec
 from msgspec import Struct
 
+from penstock.tracing import traceparent_of
 from penstock.types import Headers, Item
 
 
@@ -44,6 +45,7 @@ class Request(Struct, frozen=True, dict=True):
     gRPC method. `client` is the peer's address, "" on a Unix socket: behind a proxy, the proxy's. `path_parameters` are
     `model` and `version`, as far as the path names them. `files` are the file names of a form, by its fields; a client
     chooses them. `claims` are what the application around an `InferenceApp` stored in `scope["state"]["claims"]`.
+    `traceparent`: of the span that the server made for the request, if it is traced; not the client's.
     """
 
     id: str = ""
@@ -54,6 +56,7 @@ class Request(Struct, frozen=True, dict=True):
     raw_headers: Headers = []
     files: dict[str, list[str]] = {}
     claims: dict[str, Any] = {}
+    traceparent: str = ""
 
     @cached_property
     def headers(self) -> RequestHeaders:
@@ -96,6 +99,7 @@ def request_of(item: Item) -> Request:
         headers,
         dict(item.files or {}),
         msgspec.json.decode(pseudo.get(b":claims", b"{}")),
+        "" if item.trace is None else traceparent_of(item.trace),
     )
 
 

@@ -28,6 +28,9 @@ def echo(items):
         raise ValueError("bad")
     return items
 
+def told(items, requests):
+    return [request.traceparent for request in requests]
+
 class Typed:
     inputs = [penstock.TensorSpec("x", "FP32", (-1, 2))]
     outputs = [penstock.TensorSpec("y", "FP32", (-1, 2))]
@@ -66,13 +69,15 @@ def test_requests_over_http_and_grpc_are_linked_to_their_batches(
     log = tmp_path / "log.json"
     with Collector() as collector:
         logging = ["--set", f"logging.file={log}", "--set", "logging.format=json"]
-        server = serve(SOURCE, "echo", "Typed", *settings(collector), *logging, ports=PORTS)
+        server = serve(SOURCE, "echo", "told", "Typed", *settings(collector), *logging, ports=PORTS)
         assert server.post("/predictions/echo", b'"untraced"')[0] == 200
         with ThreadPoolExecutor(4) as pool:
             sent = list(pool.map(lambda n: server.post("/predictions/echo", b"%d" % n, traceparent=PARENT), range(6)))
         assert [status for status, _ in sent] == [200] * 6
         assert server.post("/predictions/echo", b'"bad"', traceparent=PARENT, x_request_id="r-1")[0] == 500
         assert server.post("/predictions/echo", b"1", traceparent=PARENT[:-1] + "0")[0] == 200
+        assert server.post("/predictions/told", b"1") == (200, b"")
+        seen = server.post("/predictions/told", b"1", traceparent=PARENT)[1].decode()
         client = triton.InferenceServerClient(server.urls["grpc"].removeprefix("grpc://"))
         tensor = triton.InferInput("x", [1, 2], "FP32")
         tensor.set_data_from_numpy(np.ones((1, 2), np.float32))
@@ -94,6 +99,8 @@ def test_requests_over_http_and_grpc_are_linked_to_their_batches(
         assert request.end_s - request.start_s < 30
     (failed,) = (s for s in echoes if s.error)
     assert (failed.error, failed.attributes["penstock.request_id"]) == ("failed", "r-1")
+    (told,) = (s for s in spans if s.name == "request told")
+    assert seen == f"00-{TRACE}-{told.span}-01", "a model continues the trace of its request"
     (typed,) = (s for s in spans if s.name == "request typed")
     assert linked(spans, typed).attributes["penstock.batch.rows"] == 1
     lines = [json.loads(line) for line in log.read_text().splitlines()]

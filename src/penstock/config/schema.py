@@ -185,7 +185,7 @@ class TracingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ratio: Annotated[
         Annotated[float, Meta(ge=0, le=1)], doc("share of the requests that are traced, unless their caller decides")
     ] = 0.01
-    max_per_s: Annotated[Seconds, doc("most requests that are traced in a second")] = 100.0
+    max_per_s: Annotated[Seconds, doc("most requests that are traced in a second")] = 50.0
     service: Annotated[str, doc("service.name of the spans; the variable OTEL_SERVICE_NAME goes before")] = "penstock"
 
 

@@ -29,9 +29,9 @@ class TraceObserver(Observer):
         end_s = unix_s + ended_s
         sent_s = end_s - r.seconds
         batch = child_of(None)
-        whose = {"penstock.model": r.model, "penstock.version": r.version}
         about = {
-            **whose,
+            "penstock.model": r.model,
+            "penstock.version": r.version,
             "penstock.instance": r.slot,
             "penstock.batch.rows": r.rows,
             "penstock.batch.requests": len(r.waits_s),
@@ -46,11 +46,11 @@ class TraceObserver(Observer):
         emit(SpanRecord(f"batch {r.model}", batch, sent_s, end_s, about, traces, error))
         at_s = end_s
         for name, seconds in zip(reversed(STAGES), reversed(r.stages_s or ()), strict=False):
-            emit(SpanRecord(f"{name} {r.model}", child_of(batch), at_s - seconds, at_s, whose))
+            emit(SpanRecord(f"{name} {r.model}", child_of(batch), at_s - seconds, at_s))
             at_s -= seconds
         for trace, arrival_s in requests:
-            emit(SpanRecord("queue", child_of(trace), unix_s + arrival_s, sent_s, {"penstock.batch.reason": r.reason}))
-            emit(SpanRecord("run", child_of(trace), sent_s, end_s, whose, [batch], error))
+            emit(SpanRecord("queue", child_of(trace), unix_s + arrival_s, sent_s))
+            emit(SpanRecord("run", child_of(trace), sent_s, end_s, {}, [batch], error))
 
     def on_traced_end(
         self, model: str, version: str, item: Item, arrival_s: float, ended_s: float, outcome: str
@@ -75,12 +75,11 @@ class RequestTracer(TraceObserver):
     """Also decides which requests are traced, and passes on the spans of worker processes."""
 
     def on_item(self, item: Item) -> None:
-        if item.trace is not None:  # it waited for its model to load
-            return
-        source = item.source
-        item.trace = self._tracer.sample("" if source is None else source.traceparent)
-        if source is not None:
-            source.trace = item.trace
+        if item.trace is None:  # else it waited for its model to load
+            source = item.source
+            item.trace = trace = self._tracer.sample("" if source is None else source.traceparent)
+            if trace is not None and source is not None:
+                source.trace = trace
 
     def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
         for delta in deltas:
