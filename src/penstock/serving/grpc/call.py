@@ -177,7 +177,7 @@ class GrpcCall(Stream):
         """Ends the call with the status of an error."""
         if self.closed or self.last:
             return
-        self.owner.listener.counts.errors[error.error_code or error.code.name.lower()] += 1
+        self.owner.listener.count_error(error.error_code or error.code.name.lower())
         text = error.details.encode(errors="replace")[:DETAILS_BYTES].decode(errors="ignore")
         fields = [("grpc-status", str(int(error.code))), ("grpc-message", quote(text, safe=_PRINTABLE))]
         self._end(encode_headers([*fields, *error.trailing()]))

@@ -14,7 +14,7 @@ from penstock.core.contracts import Backend, ListenerSnapshot
 from penstock.serving.http.descriptors import Hangups, none_left
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Budget, Unpacking
-from penstock.serving.http.responses import status_line
+from penstock.serving.http.responses import ListenerFull, status_line
 from penstock.serving.protocols.bodies import ACCEPT_ENCODING
 from penstock.serving.protocols.oip_messages import HEADER_LENGTH
 from penstock.serving.protocols.route import Route
@@ -271,7 +271,7 @@ class Listener:
         self.receive = memoryview(bytearray(RECEIVE_BYTES))
         self.tasks: set[asyncio.Task[None]] = set()
         self.port = ""  # its configuration key, for the log
-        self._warn_at = 0.0
+        self._warn_at = self._full_at = 0.0
 
     def most_of(self, route: Route | None) -> int:
         """The largest body of a route; without a model, none that needs shared memory."""
@@ -299,6 +299,18 @@ class Listener:
                 " hint=raise limits.max_connections and the limit of open files (ulimit -n)",
                 self.port, cause, len(self.connections), self.config.max_connections,
             )  # fmt: skip
+
+    def count_error(self, code: str) -> None:
+        """Counts an error response; reports those for want of room in the budget, once a minute."""
+        self.counts.errors[code] += 1
+        now = self.now()
+        if code == ListenerFull.code and now >= self._full_at:
+            self._full_at = now + WARN_S
+            log.warning(
+                "event=requests_refused port=%s reason=%s count=%d hint=%r",
+                *(self.port, code, self.counts.errors[code]),
+                "raise limits.max_transit_bytes, or look for clients that read slowly (penstock_unsent_bytes)",
+            )
 
     def add(self, connection: Waiting) -> bool:
         """Adds a connection; False when there is no room for it."""

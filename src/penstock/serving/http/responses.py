@@ -373,7 +373,7 @@ class ResponseFraming(RequestOptions):
         self.on_result(ItemResult(error=error))
 
     def _fail(self, writer: ResponseOutput, error: PenstockError) -> None:
-        writer.listener.counts.errors[error.code] += 1
+        writer.listener.count_error(error.code)
         if not self.started:
             result = self.failure(writer, error)
             self._log(result.status, error)

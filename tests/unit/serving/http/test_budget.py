@@ -36,7 +36,9 @@ async def test_bodies_under_way_count_over_all_connections(name, listen, wait_un
         await wait_until(lambda: budget._parts == 0)
 
 
-async def test_who_does_not_read_is_refused_and_then_dropped_and_others_are_served(listen, wait_until, monkeypatch):
+async def test_who_does_not_read_is_refused_and_then_dropped_and_others_are_served(
+    listen, wait_until, monkeypatch, caplog
+):
     monkeypatch.setattr("penstock.serving.http.listener.STUCK_S", 0.5)
     backend = FakeBackend({"echo": lambda call: call.reply(bytes(30_000_000) if call.body() == b"large" else None)})
     limits = {"header_timeout_s": 0.2, "write_timeout_s": 30.0, "write_buffer_bytes": 2**26}
@@ -54,6 +56,8 @@ async def test_who_does_not_read_is_refused_and_then_dropped_and_others_are_serv
         assert [call.body() for call in backend.calls] == [b"large", b"{}"]
         await wait_until(lambda: not budget.full)
         assert reading_of([listener.server.listener]) == ListenerSnapshot(0, {"listener_full": 1})
+    assert "event=requests_refused port=" in caplog.text
+    assert "reason=listener_full count=1 hint='raise limits.max_transit_bytes" in caplog.text
 
 
 async def test_heads_and_requests_that_wait_count(asking, wait_until):
