@@ -54,8 +54,8 @@ def pytest_collectstart() -> None:
 EVERYDAY = {
     "bench_target", "bulk_send", "caption", "client", "grpc", "http_forms", "inherited", "management",
     "metrics", "model_files", "openai", "pipeline_serve", "plan", "redis", "sequences", "serve", "shared_streamer",
-    "shutdown", "steps", "torchpipe", "torchserve_cli", "torchserve_management", "torchserve_modes", "triton",
-    "unbatched", "vision",
+    "shutdown", "steps", "torchpipe", "torchserve_cli", "torchserve_management", "torchserve_modes", "tracing",
+    "triton", "unbatched", "vision",
 }  # fmt: skip
 
 
