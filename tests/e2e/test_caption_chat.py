@@ -5,6 +5,10 @@ from __future__ import annotations
 import base64
 import csv
 import json
+import os
+import re
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -312,3 +316,23 @@ def test_faults_that_pass_cost_attempts_and_no_row(tmp_path: Path) -> None:
     assert [row["frame"] for row in found] == list(range(80))
     assert sum("error" in row for row in found) == sum(answers[kind] for kind in ("refused", "cut", "empty", "long"))
     assert (tmp_path / "captions.jsonl").read_bytes() == (tmp_path / "again.jsonl").read_bytes()
+
+
+def test_the_example_runs_by_its_two_commands(tmp_path: Path) -> None:
+    shutil.copytree(FILE.parents[1] / "video_captioning", tmp_path / "video_captioning")
+    folder = tmp_path / "vlm_captions"
+    shutil.copytree(FILE.parent, folder)
+    (block, *_) = re.findall(r"^```\n(.*?)^```$", (folder / "README.md").read_text(), re.S | re.M)
+    make, job = block.splitlines()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        job = job.replace("8000", str(free.getsockname()[1]))
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in (make, f"{job} --schema scene.json"):
+        done = subprocess.run(shlex.split(command), cwd=folder, capture_output=True, text=True, env=os.environ | path)
+        assert done.returncode == 0, done.stderr
+    found = rows(folder / "captions.jsonl")
+    assert [(row["video"], row["frame"]) for row in found] == [
+        (f"videos/clip-00{n}.mp4", frame) for n in range(2) for frame in (0, 30)
+    ]
+    assert all("480x270" in row["caption"]["caption"] for row in found)
