@@ -491,7 +491,12 @@ class Engine:
     def reading(self) -> ServerSnapshot:
         """The state of the models and the pool, for the metric gauges."""
         models = {(h.name, h.version): h for h in (*self._live, *self._registry)}  # visible ones win
-        readings = [models[key].reading() for key in sorted(models)]
+        visible = set(self._registry)
+        readings = []
+        for key in sorted(models):
+            readings.append(reading := models[key].reading())
+            default, traffic = self._registry.share(models[key]) if models[key] in visible else (False, 0.0)
+            reading.status = structs.replace(reading.status, default=default, traffic=traffic)
         devices = self._residency.snapshot()
         if self._pool is None:
             return ServerSnapshot(readings, devices=devices)

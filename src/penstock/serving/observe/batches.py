@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from penstock.serving.observe.recorders import BatchReport
@@ -14,6 +14,13 @@ from penstock.serving.observe.recorders import BatchReport
 LANES_S: Final = 10.0
 LANES: Final = 400  # batches: more are no longer seen apart, and the page must not cost the server more
 SLOW_S: Final = 60.0
+_NODE: Final = {
+    "pipeline_run_seconds": "run_s",
+    "pipeline_wait_seconds": "wait_s",
+    "pipeline_queue_items": "queue",
+    "pipeline_running_items": "running",
+    "pipeline_instances": "instances",
+}
 
 
 def batches(newest: Sequence[BatchReport], now_s: float) -> dict[str, Any]:
@@ -56,6 +63,25 @@ def delayed_by(slow: BatchReport, reports: Sequence[BatchReport]) -> BatchReport
     arrived_s, began_s = slow.time_s - slow.seconds - slow.waited_s, slow.time_s - slow.run_s
     before = [b for b in reports if b is not slow and b.instance == slow.instance and arrived_s < b.time_s <= began_s]
     return max(before, key=lambda b: b.time_s, default=None)
+
+
+def nodes(series: Iterable[tuple[str, Mapping[str, str], float]]) -> dict[str, dict[str, float]]:
+    """The counters and gauges of the nodes of a pipeline, from the metrics that it reports: (name, labels, value).
+
+    `items` and `failed` count since the start, as `batches` and `rows` do, `run_s` and `wait_s` are sums.
+    """
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for name, labels, value in series:
+        node = found[labels.get("node", "")]
+        if name == "pipeline_items_total":
+            node["items" if labels["outcome"] == "ok" else "failed"] += value
+        elif name == "pipeline_batches_total":
+            node["batches"] += value
+            node["rows"] += value * int(labels["size"])
+        elif name in _NODE:
+            node[_NODE[name]] += value
+    found.pop("", None)
+    return found
 
 
 def _unfolded(report: BatchReport) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from penstock.core.contracts import ModelSnapshot, Observer, ServerSnapshot
+from penstock.types import ModelStatus
 
 Key = tuple[str, str]  # model, version
 
@@ -89,8 +90,8 @@ class Totals(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What changed on the server: `kind` is "ready", "died", "failed", "unloaded" ... `up_s` is the time since the
-    server began, by a clock that is never set."""
+    """What changed on the server: `kind` is "ready", "died", "failed", "scaled", "unloaded" ... `up_s` is the time
+    since the server began, by a clock that is never set."""
 
     time_s: float
     model: str
@@ -114,6 +115,7 @@ class History(Observer):
         self._steps: dict[Key, deque[bytes]] = {}  # of the same models
         self._latencies_s: dict[Key, list[float]] = {}
         self._before: Mapping[Key, Totals] = {}
+        self._statuses: dict[Key, ModelStatus] = {}
 
     # ---- Observer
 
@@ -144,8 +146,11 @@ class History(Observer):
     def tick(self, snapshot: ServerSnapshot, totals: Mapping[Key, Totals], seconds: float) -> None:
         """Adds what happened in the last `seconds`."""
         self.now = {}
+        statuses, self._statuses = self._statuses, {model.key: model.status for model in snapshot.models}
         for model in snapshot.models:
             key = model.key
+            if key in statuses:
+                self._note_changes(statuses[key], model.status)
             second = self._second(model, totals.get(key, Totals()), self._before.get(key, Totals()), seconds)
             self.now[key] = second
             if any(second) or key in self._rows:
@@ -157,6 +162,15 @@ class History(Observer):
             for key in self._rows:
                 steps = self._steps.setdefault(key, deque(maxlen=STEPS))
                 steps.append(_PACKED.pack(*merged(self.last(key, STEP))))
+
+    def _note_changes(self, before: ModelStatus, now: ModelStatus) -> None:
+        """Notes changes that no hook reports, of whatever made them."""
+        if now.instances != before.instances:
+            self.note(now.name, now.version, "scaled", f"from {before.instances} to {now.instances} instances")
+        if now.default and not before.default:
+            self.note(now.name, now.version, "default", "for requests without a version")
+        if now.traffic != before.traffic and {now.traffic, before.traffic} != {0.0, 1.0}:
+            self.note(now.name, now.version, "traffic", f"from {before.traffic:.0%} to {now.traffic:.0%}")
 
     def _second(self, model: ModelSnapshot, now: Totals, before: Totals, seconds: float) -> Second:
         arrived, answered, failed, rejected, batches, rows, run_s, _ = (

@@ -221,6 +221,7 @@ class PrometheusObserver(Observer):
         self._models: dict[tuple[str, str], _Model] = {}
         self._unloaded: UnloadedVersions[tuple[str, str]] = UnloadedVersions()
         self._custom = CustomMetrics()
+        self.custom = self._custom.of
         self._further = further
         self._system = SystemMetrics(further)
         self._scraping = asyncio.Lock()
@@ -421,7 +422,7 @@ class CustomMetrics:
 
     def __init__(self) -> None:
         self._table = SeriesTable(SECONDS)
-        self.write = self._table.write
+        self.write, self.of = self._table.write, self._table.of
 
     def add(self, model: str, version: str, deltas: Sequence[MetricDelta]) -> None:
         for d in deltas:

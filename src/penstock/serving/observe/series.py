@@ -6,7 +6,7 @@ each name. Samples of one name may have different labels.
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 from penstock.serving.observe.text import Histogram, Page
@@ -92,6 +92,14 @@ class SeriesTable:
                 del self._families[name]
                 for each in family.names:
                     self._claimed.pop(each, None)
+
+    def of(self, owner: Owner, prefix: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
+        """(name, labels, value) of an owner's series whose names have this prefix; of a histogram, its sum."""
+        for name, family in self._families.items():
+            if name.startswith(prefix):
+                for labels, value in family.series.items():
+                    if family.owners.get(labels) == owner:
+                        yield name, dict(labels), value.read()[1] if isinstance(value, Histogram) else value
 
     def write(self, page: Page) -> None:
         for name, family in self._families.items():

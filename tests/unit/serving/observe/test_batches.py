@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.serving.observe.batches import LANES, LANES_S, SLOW_S, batches, delayed_by, reasons
+from penstock.serving.observe.batches import LANES, LANES_S, SLOW_S, batches, delayed_by, nodes, reasons
 from penstock.serving.observe.recorders import BatchReport
 
 NOW = 1000.0
@@ -45,6 +45,23 @@ def test_batches_are_counted_by_reason_and_size() -> None:
 def test_a_clock_that_is_set_hides_batches_and_breaks_nothing(now_s: float) -> None:
     found = batches([report(), report(NOW - 1)], now_s)
     assert (found["lanes"], found["reasons"], "slow" in found) == ([], {}, False)
+
+
+def test_the_metrics_of_a_pipeline_are_sums_of_its_nodes() -> None:
+    series = [
+        ("pipeline_items_total", {"node": "net", "outcome": "ok"}, 6.0),
+        ("pipeline_items_total", {"node": "net", "outcome": "expired"}, 1.0),
+        ("pipeline_batches_total", {"node": "net", "size": "2"}, 1.0),
+        ("pipeline_batches_total", {"node": "net", "size": "4"}, 1.0),
+        ("pipeline_run_seconds", {"node": "net"}, 0.5),
+        ("pipeline_queue_items", {"node": "decode"}, 3.0),
+        ("pipeline_other", {"node": "net"}, 9.0),
+        ("pipeline_own", {}, 9.0),
+    ]
+    assert nodes(series) == {
+        "net": {"items": 6.0, "failed": 1.0, "batches": 2.0, "rows": 6.0, "run_s": 0.5},
+        "decode": {"queue": 3.0},
+    }
 
 
 reports = st.builds(

@@ -80,6 +80,20 @@ def test_the_mean_time_of_a_request_falls_into_its_parts() -> None:
     assert parts == pytest.approx((0.25, 0.3, 0.025, 0.05, 0.2, 0.075, 0.1))
 
 
+def test_changes_of_instances_and_routes_are_events_and_loads_are_not() -> None:
+    history = History()
+    both = [snapshot(), snapshot("n", default=False, traffic=0.0)]
+    history.tick(ServerSnapshot(both), {}, 1.0)
+    history.tick(ServerSnapshot(both), {}, 1.0)
+    assert not history.events
+    history.tick(ServerSnapshot([snapshot(instances=3, traffic=0.25), snapshot("n", traffic=1.0)]), {}, 1.0)
+    assert [(event.model, event.kind, event.text) for event in history.events] == [
+        ("m", "scaled", "from 1 to 3 instances"),
+        ("m", "traffic", "from 100% to 25%"),
+        ("n", "default", "for requests without a version"),
+    ]
+
+
 def test_events_have_times_of_a_clock_that_is_never_set(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     history = History(clock=lambda: now[0])
