@@ -33,6 +33,7 @@ from penstock.bulk.types import Chunk, ChunkResult, OnResult, SendOptions, Video
 from penstock.bulk.video import VideoError, VideoProbe, av_library, expand, is_image, probe, valid_text
 from penstock.client.endpoint import parse_url, tls_context
 from penstock.errors import ConfigError, PenstockError
+from penstock.runs import WRITE_EVERY_S, Run
 
 _logger = logging.getLogger("penstock.bulk")
 
@@ -303,7 +304,8 @@ class JobRun:
             self._decoders.start(self._sender)
             prober.start()
             try:
-                self._wait(summary, start_s)
+                with Run("caption", str(self._options.outputs.files[0])) as run:
+                    self._wait(summary, start_s, run)
             finally:  # in the order in which frames pass the threads; an interrupt keeps what is in flight
                 self._decoders.close()
                 self._sender.close(DRAIN_S if summary.interrupted else 0.0)
@@ -315,14 +317,20 @@ class JobRun:
         summary.retries, summary.sent_bytes = stats.retries, stats.sent_bytes
         return summary
 
-    def _wait(self, summary: JobSummary, start_s: float) -> None:
+    def _wait(self, summary: JobSummary, start_s: float, run: Run) -> None:
         rates = RateWindow()
         rates.add(start_s, 0, 0)
+        every_s = self._reporter.every_s
+        shown_s = time.monotonic()
         while True:
             try:
-                event = self._events.get(timeout=self._reporter.every_s)
+                event = self._events.get(timeout=min(every_s, WRITE_EVERY_S))
             except queue.Empty:
-                self._reporter.show(self._progress(rates, start_s))
+                progress = self._progress(rates, start_s)
+                run.write(progress.frames, progress.frames_total, progress.line())
+                if time.monotonic() >= shown_s + every_s - WRITE_EVERY_S / 2:
+                    shown_s = time.monotonic()
+                    self._reporter.show(progress)
                 continue
             if isinstance(event, PenstockError):
                 summary.stopped = event

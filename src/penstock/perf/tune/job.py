@@ -34,6 +34,7 @@ from penstock.perf.tune.search import strategy
 from penstock.perf.tune.space import CandidateSettings, SearchSpace, parse_settings, parse_space, shown
 from penstock.perf.tune.tuner import TuningResult, tune
 from penstock.plugins import is_pipeline_file
+from penstock.runs import Run
 
 MOST_INSTANCES: Final = 16  # of the default space
 TABLE: Final = "settings.csv"
@@ -161,9 +162,9 @@ def _digest(path: Path) -> str:
 # ---- the run
 
 
-def _progress(job: TuneJob, results: Results) -> RunObserver:
-    """Records and prints each run, new or replayed, with the settings of the space and the time so far: "3 of 12, 2:10
-    of 5:00"."""
+def _progress(job: TuneJob, results: Results, shown: Run) -> RunObserver:
+    """Records, shows and prints each run, new or replayed, with the settings of the space and the time so far: "3 of
+    12, 2:10 of 5:00"."""
     budget_s, seen = job.flags["budget"], set[CandidateSettings]()
 
     def observe(settings: CandidateSettings, measured: MeasuredRun, replayed: bool, spent_s: float) -> None:
@@ -175,6 +176,7 @@ def _progress(job: TuneJob, results: Results) -> RunObserver:
         why = measured.violation(job.slo) if run.load.mode == "open" else None
         found = f"INVALID: {run.invalid[0]}" if run.invalid else why or "met"
         so_far = f"{len(seen)} of {len(job.space)}, {_clock(spent_s)}{f' of {_clock(budget_s)}' if budget_s else ''}"
+        shown.write(len(seen), len(job.space), f"{so_far}: {settings}")
         again = " (measured before)" if replayed else ""
         click.echo(f"{so_far}: {settings}: {run.load.label}: {run.throughput:,.4g}/s, {found}{again}", err=True)
 
@@ -228,19 +230,20 @@ def run_search(job: TuneJob, results: Results, journal: Journal, command: str) -
     )
     try:
         app.start()
-        result = tune(
-            app,
-            job.space,
-            job.slo,
-            search=flags["search"],
-            budget_s=flags["budget"] or math.inf,
-            seed=flags["seed"],
-            effort=EFFORTS[flags["effort"]],
-            price=flags["price"],
-            command=command,
-            journal=journal,
-            observer=_progress(job, results),
-        )
+        with Run("tune", job.tuned.target) as shown:
+            result = tune(
+                app,
+                job.space,
+                job.slo,
+                search=flags["search"],
+                budget_s=flags["budget"] or math.inf,
+                seed=flags["seed"],
+                effort=EFFORTS[flags["effort"]],
+                price=flags["price"],
+                command=command,
+                journal=journal,
+                observer=_progress(job, results, shown),
+            )
         return result, app.tuned, app.payload_bytes
     finally:
         app.close()
