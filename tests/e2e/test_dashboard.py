@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from penstock.runs import Run
 from support.browser import Browser, installed
 
 SOURCE = """
@@ -182,6 +183,111 @@ def test_the_stream_of_one_model_has_its_parts(server: Any, load: Callable[..., 
     assert later[-1]["up_s"] > first["up_s"]
     with pytest.raises(urllib.error.HTTPError, match="404"):
         events(url, 1, model="slow/2")
+
+
+def test_jobs_of_this_machine_are_shown_with_their_progress(server: Any, browser: Browser) -> None:
+    with Run("caption", HOSTILE) as run:
+        run.write(30, 120, "30 of 120 frames")
+        browser.open(f"{server.urls['metrics']}/")
+        browser.wait_for("document.querySelector('#runs progress')?.value === 30")
+        text = browser.run("document.querySelector('#runs').innerText")
+        assert "30 of 120 frames" in text
+        assert "<img src=x" in text
+        check_page(browser, "jobs")
+    browser.wait_for("document.querySelector('#runs').hidden")
+
+
+def press(browser: Browser, button: str) -> None:
+    """Submits the form of a button."""
+    found = f"[...document.querySelectorAll('main button')].find((b) => b.textContent === '{button}' && b.offsetParent)"
+    browser.wait_for(f"!!{found}")
+    browser.run(f"{found}.click()")
+
+
+def test_a_model_is_scaled_and_unloaded_on_its_page(
+    serve_all: Callable[..., Any], browser: Browser, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
+    keys = ("server.management=true", f"auth.management_token_file={tmp_path / 'token'}")
+    server = serve_all(SOURCE, "echo", *(word for key in keys for word in ("--set", key)))
+    browser.open(f"{server.urls['metrics']}/#model/echo/1")
+    field = "document.querySelector('#model .actions input[type=number]')"
+    browser.wait_for(f"{field}.value === '1' && modelPage.rows.length > 1")
+    browser.run(f"{field}.value = '2', {field}.dispatchEvent(new Event('input'))")
+    assert "at the present load" in browser.wait_for("document.querySelector('#model .effect').textContent")
+    press(browser, "Scale")
+    browser.wait_for("!!document.querySelector('#model .actions input[type=password]')")
+    browser.run("document.querySelector('#model .actions input[type=password]').value = 'secret'")
+    press(browser, "Continue")
+    browser.wait_for("document.querySelector('#model dl').innerText.includes('2 of 2')")
+    browser.wait_for("document.querySelector('#events').innerText.includes('scaled, from 1 to 2 instances')")
+    browser.problems = [text for text in browser.problems if "401" not in text]
+    check_page(browser, "actions")
+    browser.run("document.querySelector('#model .actions input[type=checkbox]').checked = true")
+    press(browser, "Drain and unload")
+    browser.wait_for("document.querySelector('#model dl').innerText.includes('no longer loaded')")
+
+
+def test_a_model_is_loaded_on_the_page_and_gets_a_share_of_the_traffic(
+    serve_all: Callable[..., Any], browser: Browser
+) -> None:
+    server = serve_all(SOURCE, "echo", "--set", "server.management=true")
+    browser.open(f"{server.urls['metrics']}/")
+    browser.wait_for("!document.querySelector('#load').hidden")
+    values = json.dumps(["echo", "2", "app.py:echo"])
+    browser.run(f"[...document.querySelectorAll('#load input')].forEach((e, i) => (e.value = {values}[i]))")
+    press(browser, "Load")
+    browser.wait_for("document.querySelectorAll('#models tbody tr').length === 2")
+    browser.run("location.hash = '#model/echo/2'")
+    browser.wait_for("document.querySelectorAll('#model .actions input[type=number]').length === 3")
+    browser.run("[...document.querySelectorAll('#model .actions input')].slice(1, 3).forEach((e) => (e.value = 50))")
+    press(browser, "Split traffic")
+    browser.wait_for("/traffic, from [0-9]+% to 50%/.test(document.querySelector('#events').innerText)")
+
+
+def test_nothing_is_changed_where_management_is_off_or_another_page_asks(
+    server: Any, serve_all: Callable[..., Any]
+) -> None:
+    def scale(url: str, origin: str) -> None:
+        headers = {"origin": origin, "content-type": "application/json"}
+        request = urllib.request.Request(
+            f"{url}/dashboard/models/echo/scale", b'{"instances": 2}', headers, method="PUT"
+        )
+        urllib.request.urlopen(request)
+
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        scale(server.urls["metrics"], server.urls["metrics"])
+    managed = serve_all(SOURCE, "echo", "--set", "server.management=true").urls["metrics"]
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        scale(managed, "http://elsewhere.example")
+    scale(managed, managed)
+
+
+def test_a_pipeline_is_a_live_graph(serve_all: Callable[..., Any], browser: Browser, tmp_path: Path) -> None:
+    (tmp_path / "ops.py").write_text("def same(data):\n    return data\n")
+    (tmp_path / "words.toml").write_text(
+        '[first]\nbackend = "Python[ops.py:same]"\nnext = "second"\n'
+        '[second]\nbackend = "Python[ops.py:same]"\ninstances = 2\n'
+    )
+    server = serve_all(None, "words.toml", cwd=tmp_path)
+    browser.open(f"{server.urls['metrics']}/#model/words/1")
+    browser.wait_for("document.querySelectorAll('#model .graph .node').length === 2")
+    over = threading.Event()
+
+    def send() -> None:
+        while not over.is_set():
+            server.post("/predictions/words", b'"x"')
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        label = "document.querySelector('#model .graph').ariaLabel"
+        browser.wait_for(f"/second: [1-9][0-9,.]* items.s, .*, 2 instances/.test({label})")
+        check_page(browser, "pipeline")
+    finally:
+        over.set()
+        sender.join()
 
 
 def test_files_are_small_and_nothing_runs_in_the_page(server: Any) -> None:

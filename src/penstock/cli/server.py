@@ -25,7 +25,7 @@ from penstock.core.contracts import HttpSnapshot, ServerSnapshot
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.management import Management
 from penstock.core.engine.rules import check_devices, stamps_of
-from penstock.errors import ConfigError, PenstockError, describe, install_hint
+from penstock.errors import ConfigError, ModelNotFound, PenstockError, describe, install_hint
 from penstock.platforms import platform_routes
 from penstock.serving.http.admin import management_routes, metrics_routes
 from penstock.serving.http.auth import OriginPolicy, make_ssl_context, replace_ssl_context
@@ -34,6 +34,7 @@ from penstock.serving.http.descriptors import share_connections
 from penstock.serving.http.listener import reading_of
 from penstock.serving.http.server import HttpServer, NativeFlavor
 from penstock.serving.http.sockets import PortInUse
+from penstock.serving.observe.batches import nodes
 from penstock.serving.observe.history import History, StageTotals, Totals
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.recorders import ArrivalRecorder, BatchRecords
@@ -114,8 +115,9 @@ class Server:
         further = TritonMetrics(self._statistics) if config.server.triton_metrics else None
         self._metrics = PrometheusObserver(further=further)
         self._history = History()
-        readings = (self._totals, self._records.newest, self._metrics.work)
+        readings = (self._totals, self._records.newest, self._metrics.work, self._pipeline)
         self._dashboard = Dashboard(self._history, lambda: self._metrics.read(), *readings)
+        self._engine: Engine | None = None
         self._management: Management | None = None  # once the configured models are loaded
         self._stop = StopSignal(self._report_draining, self._reload)
         self._flavors: dict[str, NativeFlavor] = {}
@@ -138,6 +140,7 @@ class Server:
             self._config.logging.level,
             device_budgets(self._config.devices),
         )
+        self._engine = engine
         management = Management(engine, self._config, [os.getcwd()])
         self._stop.catch()
         s = self._config.server
@@ -229,7 +232,7 @@ class Server:
             check_devices(model, f"models.{section}.")
         tls, grpc_tls = self._make_tls(), self._make_tls()
         for name, flavor in self._flavors.items():
-            flavor.set_tokens(tokens[name], self._guards(tokens))
+            flavor.set_tokens(tokens[name], self._guards(tokens, name))
         self._tokens = tokens
         if self._tls is not None and tls is not None:
             replace_ssl_context(self._tls, tls)
@@ -242,6 +245,7 @@ class Server:
                 self._history.note(name, version, "not reloaded", describe(error.__cause__ or error))
         loaded = ",".join(f"{name}/{version}" for (name, version), error in changed.items() if error is None)
         none = "none_loaded" if changed else "none_changed"
+        self._history.note("", "", "reloaded", f"models: {loaded or 'none'}")
         log.info("event=reloaded models=%s also=tokens,tls_files,log_level", loaded or none)
 
     # ---- listeners
@@ -287,10 +291,12 @@ class Server:
         s = self._config.server
         limits = replace(self._limits, max_connections=self._most_aside)
         metrics = metrics_routes(self._metrics.scrape, self._records.body)
+        changes = management_routes(engine, management)
         if s.dashboard:
-            metrics += self._dashboard.routes(lambda: bool(self._tokens["metrics"]))
+            managed = [each for each in changes if each.path.startswith("/models/")] if s.management else []
+            metrics += self._dashboard.routes(lambda: bool(self._tokens["metrics"]), managed)
         for name, routes, host, port in (
-            ("management", management_routes(engine, management), s.management_host, s.management_port),
+            ("management", changes, s.management_host, s.management_port),
             ("metrics", metrics, s.metrics_host, s.metrics_port),
         ):
             server = HttpServer(engine, limits, ssl=self._tls, flavor=self._flavor(name, host, routes))
@@ -299,11 +305,16 @@ class Server:
             self._note(name, *address)
             self._admin.append(server)
 
-    def _guards(self, tokens: Mapping[str, frozenset[bytes]]) -> dict[str, frozenset[bytes] | None]:
-        """The tokens that open the routes of the inference listener which change the server; None closes them."""
+    def _guards(self, tokens: Mapping[str, frozenset[bytes]], name: str) -> dict[str, frozenset[bytes] | None]:
+        """The tokens that open the routes of a listener which change the server; None closes them.
+
+        Without tokens for management, those of the listener open them, if only this machine can connect.
+        """
         s = self._config.server
-        local = is_loopback(s.host) and is_loopback(s.grpc_host or s.host)
-        others = tokens["inference"] if local or s.tls_client_ca else None
+        on_page = name == "metrics"
+        hosts = (s.metrics_host, s.management_host) if on_page else (s.host, s.grpc_host or s.host)
+        local = all(map(is_loopback, hosts)) or s.tls_client_ca is not None
+        others = tokens["metrics" if on_page else "inference"] if local else None
         return {"management": tokens["management"] or others}
 
     def _flavor(
@@ -315,7 +326,7 @@ class Server:
         closed = name == "management" or (not tokens and is_loopback(host))
         policy = OriginPolicy((host, *s.allowed_hosts), s.cors_origins, closed=closed)
         check_host = closed and name != "inference"
-        guards = self._guards(self._tokens)
+        guards = self._guards(self._tokens, name)
         flavor = NativeFlavor(tokens, routes, policy=policy, check_host=check_host, further=further, guards=guards)
         self._flavors[name] = flavor
         return flavor
@@ -332,6 +343,16 @@ class Server:
         stages = self._statistics.stages()
         counted = self._metrics.totals()
         return {key: found._replace(stages=stages.get(key, StageTotals())) for key, found in counted.items()}
+
+    def _pipeline(self, model: str, version: str) -> dict[str, Any] | None:
+        """What the dashboard shows of a pipeline; None for another model."""
+        assert self._engine is not None
+        try:
+            metadata = self._engine.handle(model, version).metadata
+        except ModelNotFound:  # it loads, or drains
+            return None
+        graph = metadata.parameters.get("pipeline") if metadata else None
+        return None if graph is None else {**graph, "state": nodes(self._metrics.custom((model, version), "pipeline_"))}
 
     # ---- output
 

@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from penstock._version import __version__
 from penstock.core.contracts import Backend, ModelSnapshot, ServerSnapshot
 from penstock.core.readings import resident_bytes
 from penstock.errors import ModelNotFound, QueueFull
+from penstock.runs import running
 from penstock.serving.http.responses import SSE, sse_event
 from penstock.serving.observe.batches import batches
 from penstock.serving.observe.causes import findings
-from penstock.serving.observe.history import EVENTS, KEPT, OVERVIEW, STEP, History, Key, Second, Totals
+from penstock.serving.observe.history import KEPT, OVERVIEW, STEP, Event, History, Key, Second, Totals
 from penstock.serving.observe.readings import Machine, Readings, Work
 from penstock.serving.observe.recorders import BatchReport
 from penstock.serving.observe.system import MachineReader
@@ -40,7 +42,7 @@ SHOWN_S: Final = 60  # of the small charts
 MEMORY_EVERY: Final = 5  # seconds: reading it costs more than all else
 MODELS: Final = 500  # in one view, the busiest first
 _STATIC: Final = Path(__file__).parent / "static"
-_SCRIPTS: Final = ("uplot.js", "charts.js", "model.js", "dashboard.js")
+_SCRIPTS: Final = ("uplot.js", "charts.js", "model.js", "pipeline.js", "actions.js", "dashboard.js")
 _TYPES: Final = dict.fromkeys(_SCRIPTS, "text/javascript") | {"dashboard.css": "text/css"}
 _HTML: Final = "text/html; charset=utf-8"
 _STREAMS: Final = {
@@ -52,7 +54,8 @@ _COST: Final = ("a_s", "b_s", "ready", "fitted", "upper_ratio", "points", "sizes
 
 class Dashboard:
     """The views of one server. `read` returns its state, `totals` and `work` its counters by model, `newest` the last
-    batches of a model version, the newest first, and `broker` the seconds of the last write to a broker.
+    batches of a model version, the newest first, `pipeline` the graph and the metrics of its nodes (None for other
+    models), and `broker` the seconds of the last write to a broker.
 
     `run` ticks once a second until it is cancelled; `close` ends the streams of all viewers.
     """
@@ -64,10 +67,13 @@ class Dashboard:
         totals: Callable[[], dict[Key, Totals]],
         newest: Callable[[str, str], list[BatchReport]] = lambda model, version: [],
         work: Callable[[], Mapping[Key, Work]] = dict,
+        pipeline: Callable[[str, str], dict[str, Any] | None] = lambda model, version: None,
         clock: Callable[[], float] = time.monotonic,
         broker: Callable[[], float] = float,
     ) -> None:
         self._history, self._read, self._newest, self._clock = history, read, newest, clock
+        self._pipeline = pipeline
+        self._manages = False
         self._read_totals, self._totals = totals, dict[Key, Totals]()
         self._work, self._broker, self._readings = work, broker, Readings()
         self._machine: Machine | None = None  # read while somebody looks
@@ -111,9 +117,9 @@ class Dashboard:
             if self._ticks % MEMORY_EVERY == 0:
                 self._read_memory()
             self._ticks += 1
-            count = min(self._history.event_count - self._sent_events, EVENTS)
+            events = self._events()[1]
             for key in {viewer.key for viewer in self._viewers}:
-                self._publish(key, self._event(self._view(key, seconds=1, events=count)))
+                self._publish(key, self._event(self._view(key, 1, events)))
         self._sent_events = self._history.event_count
 
     def _read_memory(self) -> None:
@@ -126,24 +132,23 @@ class Dashboard:
 
     # ---- views
 
-    def _view(self, key: Key | None, seconds: int, events: int) -> dict[str, Any]:
-        """What a page shows, of all models or of one, with the last `seconds` of each and the last `events`."""
+    def _view(self, key: Key | None, seconds: int, events: Sequence[Event]) -> dict[str, Any]:
+        """What a page shows, of all models or of one, with the last `seconds` of each and these events."""
         models = self._snapshot.models
         found = self._verdict()
-        detail: dict[str, Any] = {}
+        detail: dict[str, Any] = {} if key is not None else {"runs": running()}
         if key is not None:
             models = [m for m in models if m.key == key]
             detail = {"detail": self._detail(models[0], seconds) if models else None}
         elif len(models) > MODELS:
             models = sorted(models, key=lambda m: -self._now(m.key).requests)[:MODELS]
-        recent = list(self._history.events)[len(self._history.events) - events :]
         return {
             "now_s": time.time(),
             "up_s": self._history.up_s,
             "verdict": found,
             "models": [self._model(m, seconds, key is not None) for m in sorted(models, key=lambda m: m.key)],
             "model_count": len(self._snapshot.models),
-            "events": [event._asdict() for event in recent],
+            "events": [event._asdict() for event in events],
             "connections": self._snapshot.http.connections if self._snapshot.http else 0,
             **detail,
         }
@@ -151,6 +156,12 @@ class Dashboard:
     def _verdict(self) -> Verdict:
         last = {m.key: self._history.last(m.key, LOOKED_S) for m in self._snapshot.models}
         return verdict(self._snapshot.models, last, findings(self._readings.read()))
+
+    def _events(self) -> tuple[Sequence[Event], Sequence[Event]]:
+        """The events that were sent in an earlier second, and those of this one."""
+        events = list(self._history.events)
+        new = len(events) - min(self._history.event_count - self._sent_events, len(events))
+        return events[:new], events[new:]
 
     def _now(self, key: Key) -> Second:
         return self._history.now.get(key, Second())
@@ -186,6 +197,10 @@ class Dashboard:
             "restarts": self._totals[key].restarts if key in self._totals else 0,
             "processes": [(slot, pid, self._memory.get(pid, 0)) for slot, pid in sorted(model.pids.items())],
             "cost": {name: learned[name] for name in _COST if name in learned},
+            "pipeline": self._pipeline(*key),
+            "versions": [
+                (m.key[1], m.status.default, m.status.traffic) for m in self._snapshot.models if m.key[0] == key[0]
+            ],
             **batches(self._newest(*key), now_s),
         }
 
@@ -206,8 +221,9 @@ class Dashboard:
         viewer = _Viewer(self._viewers, key)
         self._read_memory()
         fields = Second._fields[: OVERVIEW if key is None else None]
-        view = self._view(key, SHOWN_S if key is None else KEPT, EVENTS)
+        view = self._view(key, SHOWN_S if key is None else KEPT, self._events()[0])
         view |= {"penstock": __version__, "began_s": self._began_s, "fields": fields, "step_s": STEP}
+        view["manages"] = self._manages
         sink(ItemResult(self._event(view), SSE, final=False))
         self._viewers[viewer] = sink
         return viewer
@@ -220,8 +236,12 @@ class Dashboard:
 
     # ---- routes
 
-    def routes(self, guarded: Callable[[], bool]) -> tuple[Template, ...]:
-        """The page at `/`, its files, and the stream. `guarded`: the listener requires a token, which the page asks."""
+    def routes(self, guarded: Callable[[], bool], changes: Sequence[Template] = ()) -> tuple[Template, ...]:
+        """The page at `/`, its files, and the stream. `guarded`: the listener requires a token, which the page asks.
+
+        `changes` are the routes of the management API that the page may use, below /dashboard, with its tokens.
+        """
+        self._manages = bool(changes)
 
         def page(backend: Backend, route: Route) -> ItemResult:
             table = "" if guarded() else self._table()
@@ -240,6 +260,7 @@ class Dashboard:
                 Template(f"/dashboard/events{path}", summary, subscribe=self.subscribe, own_events=True)
                 for path, summary in _STREAMS.items()
             ),
+            *(replace(each, path=f"/dashboard{each.path}", guard="management") for each in changes),
         )
 
     def _table(self) -> str:

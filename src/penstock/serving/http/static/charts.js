@@ -139,8 +139,8 @@ class PastChart {
   }
 }
 
-const BAD = new Set(["died", "failed", "leaking"]);
+const BAD = new Set(["died", "failed", "leaking", "not reloaded"]);
 
 function named(event) {
-  return `${event.model} ${event.version}: ${event.kind}${event.text && `, ${event.text}`}`;
+  return `${event.model && `${event.model} ${event.version}: `}${event.kind}${event.text && `, ${event.text}`}`;
 }

@@ -7,6 +7,7 @@ const MOST_EVENTS = 200; // as many as the server keeps
 const charts = new Map(); // the last seconds by model and version
 const rows = new Map(); // the table's rows by model and version
 const modelPage = new ModelPage(find("#model"));
+const loading = new Actions();
 let fields = [];
 let began = 0;
 let events = [];
@@ -84,6 +85,15 @@ function showModels(view) {
   find("#more").textContent = `... and ${more} models with fewer requests`;
 }
 
+function showRuns(runs) {
+  find("#runs").hidden = !runs.length;
+  find("#runs ul").replaceChildren(...runs.map((run) => {
+    const name = `${run.kind} ${run.name}`;
+    const bar = element("progress", "", { "aria-label": name, max: run.total ?? 1, ...(run.total ? { value: run.done } : {}) });
+    return element("li", "", {}, element("b", name), ` (process ${run.pid}, since ${new Date(run.began_s * 1000).toLocaleTimeString()}) `, bar, ` ${run.text}`);
+  }));
+}
+
 // ---- all pages
 
 function show(view) {
@@ -93,6 +103,7 @@ function show(view) {
     events = [];
     charts.clear();
     find("#about").dataset.version = view.penstock;
+    find("#load").hidden = !view.manages;
   }
   const verdict = find("#verdict");
   if (verdict.dataset.text !== view.verdict.text) { // else screen readers would repeat it
@@ -104,7 +115,10 @@ function show(view) {
     `${find("#about").dataset.version}, up for ${seconds(view.now_s - began)}, ${view.connections} connections`;
   events = [...events, ...view.events].slice(-MOST_EVENTS);
   if (shownModel()) modelPage.show(view, events);
-  else showModels(view);
+  else {
+    showModels(view);
+    showRuns(view.runs);
+  }
   find("#events").hidden = !events.length;
   if (view.events.length) {
     find("#events ol").replaceChildren(...events.slice(-SHOWN_EVENTS).toReversed().map((event) => {
@@ -163,5 +177,7 @@ onhashchange = () => {
   run();
   if (shownModel()) modelPage.title.focus();
 };
+loading.load();
+find("#load").append(loading.section);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => modelPage.redraw());
 run();

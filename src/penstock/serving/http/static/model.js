@@ -54,6 +54,8 @@ class ModelPage {
       return button;
     });
     this.cost = this.costChart();
+    this.graph = new PipelineGraph();
+    this.actions = new Actions();
     this.lanes = element("section");
     this.reasons = element("section");
     this.slow = element("section");
@@ -61,7 +63,7 @@ class ModelPage {
       element("p", "", {}, element("a", "All models", { href: "#" })), this.title, this.facts,
       element("div", "", { role: "group", "aria-label": "Range of the charts" }, ...this.ranges),
       element("div", "", { class: "charts" }, ...this.charts.map((chart) => chart.figure), this.cost.figure),
-      this.lanes, this.reasons, this.slow,
+      this.graph.section, this.lanes, this.reasons, this.slow, this.actions.section,
     );
   }
 
@@ -72,6 +74,8 @@ class ModelPage {
       this.step = view.step_s;
       this.rows = [];
       this.steps = [];
+      this.graph.before = null;
+      this.actions.section.hidden = !view.manages;
     }
     if (!model) {
       this.facts.replaceChildren(element("dt", "State"), element("dd", "no longer loaded"));
@@ -100,6 +104,8 @@ class ModelPage {
     this.drawReasons(detail);
     this.drawCost(detail.cost);
     this.drawSlow(detail.slow);
+    this.graph.show(detail.pipeline, view.up_s);
+    this.actions.show(model, detail, Object.fromEntries(this.fields.map((name, i) => [name, this.rows.at(-1)?.[i] ?? 0])));
   }
 
   draw() {

@@ -1,0 +1,110 @@
+// Changes to the models, where server.management is on: the routes of the management API, with its token.
+"use strict";
+
+class Actions {
+  // `instances` etc. of one model version; on the overview (no model), a form that loads one.
+  constructor() {
+    this.section = element("section", "", { class: "actions" });
+    this.answer = element("p", "", { role: "status", "aria-live": "polite" });
+    this.token = "";
+    this.made = "";
+  }
+
+  async send(method, path, body) {
+    this.answer.textContent = "Working ...";
+    const headers = { "content-type": "application/json", ...(this.token || token ? { authorization: `Bearer ${this.token || token}` } : {}) };
+    try {
+      const response = await fetch(`/dashboard/models/${path}`, { method, headers, body: body && JSON.stringify(body) });
+      const text = await response.text();
+      if (response.ok) this.answer.textContent = "Done.";
+      else if (response.status === 401) this.askToken(method, path, body);
+      else this.answer.textContent = `${response.status}: ${text.slice(0, 1000)}`;
+    } catch (error) {
+      this.answer.textContent = `The server cannot be reached: ${error.message}`;
+    }
+  }
+
+  askToken(method, path, body) {
+    const field = element("input", "", { type: "password", autocomplete: "off", required: "" });
+    const form = this.form("Continue", () => {
+      this.token = field.value;
+      this.send(method, path, body);
+    }, element("label", "Token of the management API ", {}, field));
+    this.answer.replaceChildren(form);
+    field.focus();
+  }
+
+  form(action, submit, ...children) {
+    const form = element("form", "", {}, ...children, " ", element("button", action));
+    form.onsubmit = (event) => {
+      event.preventDefault();
+      submit();
+    };
+    return form;
+  }
+
+  field(label, attributes) {
+    const input = element("input", "", attributes);
+    return [input, element("label", `${label} `, {}, input)];
+  }
+
+  load() {
+    const [name, a] = this.field("Name", { required: "", size: 12 });
+    const [version, b] = this.field("Version", { value: "1", size: 3, required: "" });
+    const [target, c] = this.field("Target", { placeholder: "app.py:Model", required: "", size: 24 });
+    const path = () => [name, version].map((input) => encodeURIComponent(input.value)).join("/");
+    const form = this.form("Load", () => this.send("PUT", path(), { target: target.value }), a, " ", b, " ", c);
+    this.section.replaceChildren(element("h2", "Load a model"), form, this.answer);
+  }
+
+  show(model, detail, now) {
+    const versions = detail.versions;
+    this.now = { model, detail, now };
+    const made = JSON.stringify([model.name, model.version, model.instances, versions]);
+    if (made === this.made) { // else the fields would lose what is typed
+      this.predict?.();
+      return;
+    }
+    if (this.name !== model.name) this.answer.textContent = "";
+    this.name = model.name;
+    this.made = made;
+    const path = encodeURIComponent(model.name);
+    const own = `${path}/${encodeURIComponent(model.version)}`;
+    const [instances, label] = this.field("Instances", { type: "number", min: 1, max: 999, value: model.instances, required: "" });
+    const effect = element("span", "", { class: "effect" });
+    this.predict = () => (effect.textContent = predicted(this.now, Number(instances.value)));
+    instances.oninput = this.predict;
+    const forms = [this.form("Scale", () => this.send("PUT", `${own}/scale`, { instances: Number(instances.value) }), label)];
+    forms[0].append(" ", effect);
+    if (versions.length > 1) {
+      const rate = `all requests without a version then go to version ${model.version}`;
+      const form = this.form("Make it the default", () => this.send("PUT", `${path}/default`, { version: model.version }));
+      form.append(" ", element("span", rate, { class: "effect" }));
+      forms.push(form);
+      const shares = versions.map(([version, , share]) => [version, ...this.field(`Version ${version}, %`, { type: "number", min: 0, max: 100, value: Math.round(share * 100), required: "" })]);
+      forms.push(this.form("Split traffic", () => {
+        const weights = Object.fromEntries(shares.map(([version, input]) => [version, Number(input.value) / 100]));
+        this.send("PUT", `${path}/traffic`, weights);
+      }, ...shares.map(([, , labelled]) => labelled)));
+    }
+    const [sure, confirm] = this.field("", { type: "checkbox", required: "" });
+    confirm.append(" accepted requests are answered first, others get an error ");
+    forms.push(this.form("Drain and unload", () => sure.checked && this.send("DELETE", own), confirm));
+    this.section.replaceChildren(element("h3", "Actions"), ...forms, this.answer);
+    this.predict();
+  }
+}
+
+// What another number of instances changes, by the learned cost of full batches and by how busy the instances are.
+function predicted({ model, detail, now }, instances) {
+  const cost = detail.cost;
+  if (!(instances >= 1)) return "";
+  const busy = Math.min(100, Math.round((100 * now.busy) / Math.max(1, model.up)));
+  const then = Math.min(100, Math.round((100 * Math.min(now.busy, model.up)) / instances));
+  const load = `each ${then} % busy at the present load, now ${busy} %`;
+  const most = cost.max_batch_size ?? 1;
+  const last = Object.values(cost.sizes_s ?? {}).at(-1) ?? cost.a_s + cost.b_s * most;
+  if (!cost.ready || !(cost.fitted || cost.sizes_s || most === 1)) return `${load}; too few batches to predict the capacity`;
+  const each = most / last;
+  return `capacity ${count(each * instances)} rows/s, now ${count(each * model.instances)}; ${load}, if processors or memory are free`;
+}
