@@ -150,6 +150,7 @@ class Dashboard:
             "model_count": len(self._snapshot.models),
             "events": [event._asdict() for event in events],
             "connections": self._snapshot.http.connections if self._snapshot.http else 0,
+            "unsent_bytes": sum(listener.unsent_bytes for listener in self._snapshot.listeners.values()),
             **detail,
         }
 

@@ -111,8 +111,9 @@ function show(view) {
     verdict.className = view.verdict.level;
     verdict.replaceChildren(element("b", view.verdict.word), view.verdict.text);
   }
+  const unsent = view.unsent_bytes ? `, ${memory(view.unsent_bytes)} that clients have not read` : "";
   find("#about").textContent =
-    `${find("#about").dataset.version}, up for ${seconds(view.now_s - began)}, ${view.connections} connections`;
+    `${find("#about").dataset.version}, up for ${seconds(view.now_s - began)}, ${view.connections} connections${unsent}`;
   events = [...events, ...view.events].slice(-MOST_EVENTS);
   if (shownModel()) modelPage.show(view, events);
   else {
