@@ -45,6 +45,7 @@ _logger = logging.getLogger("penstock.bulk")
 PROMPT: Final = "Describe this image in one sentence."
 CONCURRENT: Final = 8  # requests to begin with
 PREFIX: Final = b"data:image/jpeg;base64,"
+PLACE: Final = rb'"url":"\u0000"'  # of an image in a request; a text has backslashes before its quotes
 TOO_LARGE: Final = re.compile(r"image.*(too large|too big|exceed|larger than|maximum)|(too large|too big).*image", re.I)
 QUEUES: Final = re.compile(r"^(?:vllm:num_requests_waiting|sglang:num_queue_reqs)(?:\{[^}]*\})? (\S+)", re.M)
 FENCE: Final = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.S)
@@ -110,15 +111,15 @@ class ChatBackend(Backend):
         for time_s in chunk.times_s:
             if len(images) > 1:
                 content.append({"type": "text", "text": f"[{time_s:.2f} s]"})
-            content.append({"type": "image_url", "image_url": {"url": "\0"}})  # no text of a user can contain it
+            content.append({"type": "image_url", "image_url": {"url": "\0"}})
         content.append({"type": "text", "text": prompt_for(self._prompt, chunk)})
         messages: list[Any] = [{"role": "system", "content": self.asked.system}] if self.asked.system else []
         messages += [{"role": "user", "content": content}, *talk]
         text = msgspec.json.encode({"model": model, "messages": messages, **self._fields})
-        first, *others = text.split(rb"\u0000")
+        first, *others = text.split(PLACE)
         pieces = [first]
         for image, after in zip(images, others, strict=True):
-            pieces += (image if image.startswith(b"file:") else PREFIX + image, after)
+            pieces += (b'"url":"', b"" if image.startswith(b"file:") else PREFIX, image, b'"', after)
         return [b"".join(pieces)]
 
     async def answers(self, chunk: Chunk, body: Sequence[Buffer], info: ServerInfo, post: Post) -> Answers:
