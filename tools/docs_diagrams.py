@@ -197,6 +197,22 @@ def choose() -> Drawing:
     return d
 
 
+def traces() -> Drawing:
+    d = Drawing(860, 190, "The spans of two requests, and the span of the batch in which both ran")
+    for i in range(2):
+        y = 20 + 85 * i
+        _bar(d, 10, y, 420, f"request {i + 1}", "r")
+        _bar(d, 10, y + 34, 150 - 60 * i, "queue", "q")
+        _bar(d, 160 - 60 * i, y + 34, 270 + 60 * i, "run", "p")
+        d.arrow((430, y + 49), (519, 62 + 12 * i), label="" if i else "links")
+        d.arrow((520, 50 + 36 * i), (431, y + 15))
+    _bar(d, 520, 54, 330, "batch", "p")
+    for name, x, width in (("preprocess", 520, 85), ("predict", 605, 160), ("postprocess", 765, 85)):
+        _bar(d, x, 88, width, name, "r")
+    d.text(520, 40, "a trace of its own", "s")
+    return d
+
+
 # ---- what happens when
 
 
@@ -292,7 +308,7 @@ def ratios(page: str) -> Iterator[tuple[str, float]]:
 
 
 DIAGRAMS: Sequence[Callable[[], Drawing]] = (
-    request, batching, overlap, processes, scale, redis, chart, choose, performance,
+    request, batching, overlap, processes, scale, traces, redis, chart, choose, performance,
 )  # fmt: skip
 
 
