@@ -134,6 +134,11 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
     for option in ("dedupe", "max_frames"):
         if flags["clip"] and flags[option] is not None:
             raise ConfigError(f"--clip and --{option.replace('_', '-')} exclude each other; --end shortens a video")
+    if flags["decoder"] == "auto":
+        flags["decoder"] = "pyav"
+    for option in ("keyframes", "tone_map", "deinterlace"):
+        if flags["decoder"] == "torchcodec" and flags[option]:
+            raise ConfigError(f"--{option.replace('_', '-')} needs --decoder pyav")
     if flags["carry"] and flags["dedupe"] is None:
         raise ConfigError("--carry-captions needs --dedupe, which finds the frames to carry captions to")
     if flags["end"] is not None and flags["end"] <= (flags["start"] or 0.0):
@@ -166,9 +171,9 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
         **{
             name: flags[name]
             for name in (
-                "inputs", "servers", "ca", "kernel", "tone_map", "deinterlace", "mode", "decoders", "memory_bytes",
-                "give_up_s", "wait_s", "from0", "extensions", "allowed_urls", "on_damage", "ray", "restart",
-                "retry_failed", "price", "rpm", "tpm", "engine",
+                "inputs", "servers", "ca", "kernel", "tone_map", "deinterlace", "decoder", "mode", "decoders",
+                "memory_bytes", "give_up_s", "wait_s", "from0", "extensions", "allowed_urls", "on_damage", "ray",
+                "restart", "retry_failed", "price", "rpm", "tpm", "engine",
             )
         },
     )  # fmt: skip
@@ -347,6 +352,10 @@ class _Caption(click.Command):
 @click.option(
     "--kernel", type=click.Choice(["fast", "exact"]), default="fast", show_default=True,
     help="How frames are scaled: exact matches the model's own processor and needs torch.",
+)  # fmt: skip
+@click.option(
+    "--decoder", type=click.Choice(["auto", "pyav", "torchcodec"]), default="auto", show_default=True,
+    help="What decodes: torchcodec decodes only chosen frames and those that they depend on; auto is pyav.",
 )  # fmt: skip
 @click.option("--tone-map", is_flag=True, help="Convert HDR to the colours of ordinary video.")
 @click.option("--deinterlace", is_flag=True, help="Send one field of interlaced frames.")

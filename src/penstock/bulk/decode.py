@@ -54,7 +54,8 @@ def read_chunks(
     if is_image(video.path):
         reader = ImageReader(video.path, plan.pixels)
     else:
-        reader = FrameReader(video.path, plan.threads, resume, plan.on_damage, sampling.stream, sampling.keyframes)
+        how = sampling.stream, sampling.keyframes, plan.pixels.decoder
+        reader = FrameReader(video.path, plan.threads, resume, plan.on_damage, *how)
     builder = _ChunkBuilder(video, plan, pool, reader.gaps)
     error: VideoError | None = None
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from array import array
 from bisect import bisect_left
@@ -12,8 +13,10 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from penstock.bulk.packets import CORRUPT_FRAME, TIMES_MAY_JUMP, Damage, PacketDecoder, Survivor
-from penstock.bulk.types import Gap, OnDamage, Position
+from penstock.bulk.types import Decoder, Gap, OnDamage, Position
 from penstock.bulk.video import OpenVideo, VideoError, av_library, reason
+from penstock.errors import ConfigError
+from penstock.plugins import optional_module
 
 # a seek leads to frames that cannot be decoded alone, or to packets without times, without an error
 UNSEEKABLE = {("mxf", "ffv1"), ("asf", "h264"), ("asf", "hevc")}
@@ -29,6 +32,15 @@ class DecodedFrame(NamedTuple):
     time_s: float
     pts: int | None
     picture: Any
+
+
+class LazyFrame(DecodedFrame):
+    """A frame whose picture is decoded when it is read."""
+
+    @property
+    def picture(self) -> Any:
+        """Raises VideoError."""
+        return self[3].picture(self.number)
 
 
 class _SeekFailed(Exception):
@@ -84,6 +96,7 @@ class FrameReader:
 
     `on_damage` "stop" ends the video at its first damage; "skip" goes on at the next frame that decodes without an
     error. `gaps` collects the lost frames; the consumer takes them. `stream` is the index of the stream to read.
+    With the decoder "torchcodec", frames of files whose packets can be counted are decoded when their picture is read.
     With `keyframes`, only keyframes are read; the others keep their numbers. `seen` counts the frames so far, with
     those that are lost or not read.
     """
@@ -96,9 +109,10 @@ class FrameReader:
         on_damage: OnDamage = "stop",
         stream: int | None = None,
         keyframes: bool = False,
+        decoder: Decoder = "pyav",
     ) -> None:
         self._path, self._stream = path, stream
-        self._keyframes = keyframes
+        self._keyframes, self._decoder = keyframes, decoder
         self.seen = 0
         self._threads = threads
         self._start = start
@@ -115,9 +129,36 @@ class FrameReader:
         if self._keyframes:
             yield from self._key_frames()
             return
-        for frame in self._all_frames(self._start):
+        frames = self._all_frames(self._start)
+        if self._decoder == "torchcodec":
+            with contextlib.suppress(_NotCountable):
+                frames = self._by_index()
+        for frame in frames:
             self.seen = frame.number + 1
             yield frame
+
+    def _by_index(self) -> Iterator[DecodedFrame]:
+        """Frames from the position on that torchcodec decodes when they are needed. Raises _NotCountable at once."""
+        video = OpenVideo(self._path, 1, stream=self._stream)
+        try:
+            unit, stream, self.tick_s = video.stream.time_base, video.stream.index, video.tick_s
+            packets = _CountedPackets(video)
+            for _ in packets.keyframes():
+                pass
+        except (OSError, ValueError, av_library().error.FFmpegError) as error:
+            raise _NotCountable from error
+        finally:
+            video.close()
+        if packets.hidden or not packets.times:  # torchcodec counts hidden frames too
+            raise _NotCountable
+        decoded = _TorchcodecFrames(self._path, self._threads, stream, len(packets.times))
+        first = packets.times[0]
+        begin = 0 if self._start is None else self._start.frame
+        return (
+            LazyFrame(number, float((pts - first) * unit), pts, decoded)
+            for number, pts in enumerate(packets.times)
+            if number >= begin
+        )
 
     def _key_frames(self) -> Iterator[DecodedFrame]:
         start, key = self._start, None
@@ -341,6 +382,7 @@ class _CountedPackets:
         self._clock = _Clock(video.stream, seekable=True)
         self._reorders = video.reorder_depth > 0
         self._in_order = self._all_key = True
+        self.hidden = 0
         self._countable = video.container.format.name.startswith(COUNTABLE) and self._context.name in PACKET_A_FRAME
         self.times = array("q")
 
@@ -355,6 +397,7 @@ class _CountedPackets:
             if problem or not began or packet.pts is None or not self._countable:
                 raise _NotCountable
             if packet.is_discard:  # an edit list hides its frame
+                self.hidden += 1
                 continue
             if packet.is_keyframe:
                 yield from self._counted(key)
@@ -397,3 +440,38 @@ class _CountedPackets:
         self._clock.start(self.times[0])
         time_s, pts = self._clock.next(packet.pts)
         return DecodedFrame(self.number(packet), time_s, pts, pictures[0])
+
+
+class _TorchcodecFrames:
+    """The pictures of a file by number. torchcodec seeks to a frame that does not follow the last one."""
+
+    def __init__(self, path: str, threads: int, stream: int, count: int) -> None:
+        """Raises _NotCountable if torchcodec does not find as many frames."""
+        self._path, self._last, self._picture = path, -1, None
+        try:
+            self._decoder = torchcodec_decoder()(
+                path, stream_index=stream, dimension_order="NHWC", num_ffmpeg_threads=threads
+            )
+        except (RuntimeError, ValueError) as error:
+            raise _NotCountable from error
+        if len(self._decoder) != count:
+            raise _NotCountable
+
+    def picture(self, number: int) -> Any:
+        if number != self._last:
+            try:
+                rgb = self._decoder.get_frame_at(number).data.numpy()
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise VideoError(f"is damaged at frame {number}: {error}", frame=number, detail=self._path) from error
+            self._picture = av_library().VideoFrame.from_ndarray(rgb, format="rgb24")
+            self._last = number
+        return self._picture
+
+
+def torchcodec_decoder() -> Any:
+    """The class VideoDecoder of torchcodec. Raises ConfigError if it cannot be imported."""
+    need = "--decoder torchcodec needs torchcodec and FFmpeg's libraries"
+    try:
+        return optional_module("torchcodec.decoders", need, "torchcodec").VideoDecoder
+    except RuntimeError as error:  # of its libraries
+        raise ConfigError(f"{need}: {str(error).splitlines()[0]}") from error

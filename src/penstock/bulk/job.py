@@ -22,6 +22,7 @@ from penstock.bulk import outputs, shards, spool
 from penstock.bulk.decode import estimate, read_chunks
 from penstock.bulk.endpoints import NotSent
 from penstock.bulk.engine import Engine
+from penstock.bulk.frames import torchcodec_decoder
 from penstock.bulk.options import JobOptions, JobPlan, make_plan
 from penstock.bulk.pixels import JPEG_SHARE, SceneStarts, exact_kernel, jpeg_encoder, within
 from penstock.bulk.progress import JobSummary, Progress, ProgressReporter, RateWindow, duration, make_reporter
@@ -421,6 +422,8 @@ class JobRun:
 def check_libraries(plan: JobPlan) -> None:
     """Raises ConfigError if a library that the job needs is missing."""
     av_library()
+    if plan.pixels.decoder == "torchcodec":
+        torchcodec_decoder()
     if plan.sampling.scene is not None:
         SceneStarts(plan.sampling.scene)
     if plan.pixels.mode == "jpeg":

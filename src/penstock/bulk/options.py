@@ -10,7 +10,7 @@ from penstock.bulk.outputs import OutputPaths
 from penstock.bulk.pixels import JPEG_SHARE
 from penstock.bulk.servers import PENSTOCK, Backend, ServerInfo
 from penstock.bulk.shards import Shard
-from penstock.bulk.types import Kernel, OnDamage, PixelMode, Pixels, ReadPlan, Sampling, SendMode
+from penstock.bulk.types import Decoder, Kernel, OnDamage, PixelMode, Pixels, ReadPlan, Sampling, SendMode
 from penstock.core.os_threads import usable_cores
 from penstock.errors import ConfigError
 
@@ -41,6 +41,7 @@ class JobOptions(Struct, frozen=True, kw_only=True):
     kernel: Kernel = "fast"
     tone_map: bool = False
     deinterlace: bool = False
+    decoder: Decoder = "pyav"
     on_damage: OnDamage = "skip"
     mode: SendMode = "stream-prebatch"
     prebatch_size: int | None = None
@@ -108,6 +109,7 @@ def make_plan(options: JobOptions, servers: list[ServerInfo], videos: int, cores
             options.deinterlace,
             first.max_pixels,
             options.backend.base64,
+            options.decoder,
         ),
         chunk_size=rows,
         by_clip=options.sampling.clip_frames is not None and first.max_pixels is not None,

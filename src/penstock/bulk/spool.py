@@ -297,8 +297,9 @@ def fingerprint(parameters: dict[str, Any], sampling: Sampling, pixels: Pixels) 
     model = {key: parameters.get(key) for key in MODEL_KEYS}
     if REQUEST in parameters:
         model[REQUEST] = parameters[REQUEST]
-    form = {"pixels": pixels.mode, "kernel": pixels.kernel, "height": pixels.height, "width": pixels.width}
+    form: Fingerprint = {"pixels": pixels.mode, "kernel": pixels.kernel, "height": pixels.height, "width": pixels.width}
     form |= {"tone_map": pixels.tone_map or None, "deinterlace": pixels.deinterlace or None}
+    form |= {"decoder": None if pixels.decoder == "pyav" else pixels.decoder}
     if pixels.mode == "source":
         form["kernel"] = None  # the client scales nothing
     # jobs of earlier versions lack the newer fields

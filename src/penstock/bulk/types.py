@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 PixelMode = Literal["server-size", "source", "jpeg", "file"]
 Kernel = Literal["fast", "exact"]
 OnDamage = Literal["skip", "stop"]
+Decoder = Literal["pyav", "torchcodec"]
 SendMode = Literal["stream-prebatch", "stream-single", "single"]
 
 
@@ -49,7 +50,7 @@ class Pixels(Struct, frozen=True):
     from YUV; "exact" is antialiased bicubic on RGB and matches the Hugging Face processor within one level.
     `tone_map` converts HDR to the colours of ordinary video; `deinterlace` keeps one field of interlaced frames.
     `max_pixels` scales frames of their own size down to that many pixels, in their own proportions. `base64`: JPEG
-    files travel as base64, the form of data URLs.
+    files travel as base64, the form of data URLs. `decoder` decodes where both give the same frames and times.
     """
 
     mode: PixelMode = "server-size"
@@ -60,6 +61,7 @@ class Pixels(Struct, frozen=True):
     deinterlace: bool = False
     max_pixels: int | None = None
     base64: bool = False
+    decoder: Decoder = "pyav"
 
 
 class ReadPlan(Struct, frozen=True, kw_only=True):

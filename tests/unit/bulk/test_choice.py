@@ -141,6 +141,14 @@ def test_without_pyscenedetect_the_job_says_how_to_install_it(
     assert not (tmp_path / "captions.jsonl").exists()
 
 
+def test_without_torchcodec_the_job_says_how_to_install_it(
+    tmp_path: Path, clip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    with pytest.raises(ConfigError, match="--decoder torchcodec needs torchcodec and FFmpeg"):
+        run(tmp_path, clip, Sampling(), decoder="torchcodec")
+
+
 @pytest.mark.parametrize("times", [range(100), [n + n // 3 + 40 * (n > 50) for n in range(100)]])
 def test_a_chunk_has_the_frames_of_a_clip_if_a_caption_is_for_all(tmp_path: Path, times: Any) -> None:
     path = make_clip(tmp_path / "a.mp4", times)

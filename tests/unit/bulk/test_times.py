@@ -10,14 +10,16 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import av
 import pytest
 
+from penstock.bulk import frames as frames_module
 from penstock.bulk.decode import BlockPool, read_chunks
-from penstock.bulk.frames import FrameReader
+from penstock.bulk.frames import FrameReader, torchcodec_decoder
 from penstock.bulk.types import Pixels, Position, ReadPlan, Sampling, Video
+from penstock.errors import ConfigError
 from support.videos import make_clip, number_of
 
 COUNT = 30
@@ -138,9 +140,11 @@ def stated(path: Path) -> list[Stated]:
     ]
 
 
-def chosen(path: Path, sampling: Sampling, resume: Position | None = None) -> list[tuple[int, float, int | None, int]]:
+def chosen(
+    path: Path, sampling: Sampling, resume: Position | None = None, **pixels: Any
+) -> list[tuple[int, float, int | None, int]]:
     """Number, time and pts of each sample, and the number that it shows."""
-    plan = ReadPlan(sampling=sampling, pixels=Pixels(height=48, width=80), chunk_size=4)
+    plan = ReadPlan(sampling=sampling, pixels=Pixels(height=48, width=80, **pixels), chunk_size=4)
     pool = BlockPool(8 * 48 * 80 * 3, 4 * 48 * 80 * 3)
     found = []
     for chunk in read_chunks(Video(str(path), path.name, 0, 0), plan, pool, resume):
@@ -237,3 +241,38 @@ def test_chosen_frames_are_frames_of_the_whole_video_and_survive_a_resume(case: 
     if len(expected) == len(shown):
         keys = [number for number, *_ in chosen(path, MODES["keyframes"])]
         assert keys == [number for number, frame in enumerate(expected) if frame.key]
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_another_decoder_reads_the_same_frames_at_the_same_times(case: tuple[str, ...], make: Make) -> None:
+    usable_torchcodec()
+    path, _ = make(case)
+    for sampling in (Sampling(), Sampling(every=9), Sampling(fps=3, start_s=0.2)):
+        whole = chosen(path, sampling, decoder="torchcodec")
+        assert whole == chosen(path, sampling)
+        number, _, pts, _ = whole[len(whole) // 2]
+        resumed = chosen(path, sampling, Position(number, pts, len(whole) // 2 + 1), decoder="torchcodec")
+        assert resumed == whole[len(whole) // 2 + 1 :]
+
+
+def usable_torchcodec() -> None:
+    """Skips the test if torchcodec is missing, or finds no FFmpeg."""
+    try:
+        torchcodec_decoder()
+    except ConfigError as error:
+        pytest.skip(error.message)
+
+
+def test_few_frames_are_decoded_if_few_are_chosen(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    usable_torchcodec()
+    asked: list[int] = []
+    picture = frames_module._TorchcodecFrames.picture
+
+    def counted(self: Any, number: int) -> Any:
+        asked.append(number)
+        return picture(self, number)
+
+    monkeypatch.setattr(frames_module._TorchcodecFrames, "picture", counted)
+    path, _ = make(("libx264", "b-frames", "steady", "mp4", "kept"))
+    assert [number for number, *_ in chosen(path, Sampling(every=9), decoder="torchcodec")] == [0, 9, 18, 27]
+    assert set(asked) == {0, 9, 18, 27}
