@@ -190,7 +190,7 @@ DEPLOYED = """
     from predicting import predict
     from version import VERSION
 
-    streamer = Streamer(predict, 16, shared="deployed", linger_s=0.2, worker_timeout=60)
+    streamer = Streamer(predict, 16, shared="deployed", linger_s=3, worker_timeout=60)
 
     def app(environ, start_response):
         [version] = streamer.predict([1])
