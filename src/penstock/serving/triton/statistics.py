@@ -64,8 +64,8 @@ class VersionStatistics(Struct):
     failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*REASONS.values(), "OTHER"), 0))
     queue: Duration = field(default_factory=Duration)
     stages: Stages = field(default_factory=Stages)
-    decode_s: float = 0.0  # the part of `compute_input` that is not the model's own, and
-    encode_s: float = 0.0  # ... of `compute_output`
+    preprocess_s: float = 0.0  # the model's own part of `compute_input`, and
+    postprocess_s: float = 0.0  # ... of `compute_output`
     sizes: dict[int, Stages] = field(default_factory=dict)  # by the rows of a batch
 
     def add(self, record: BatchRecord, now_s: float) -> None:
@@ -84,9 +84,9 @@ class VersionStatistics(Struct):
         self.queue.add(requests, max(0.0, waited_s) + requests * ahead_s)
         stages_s = record.stages_s or (0.0, record.run_s, 0.0)
         self.stages.add(requests, stages_s)
-        preprocess_s, postprocess_s = record.hooks_s or (0.0, 0.0)
-        self.decode_s += requests * max(0.0, stages_s[0] - preprocess_s)
-        self.encode_s += requests * max(0.0, stages_s[2] - postprocess_s)
+        if record.hooks_s is not None:
+            self.preprocess_s += requests * record.hooks_s[0]
+            self.postprocess_s += requests * record.hooks_s[1]
         size = self.sizes.get(ran)
         if size is None:
             if len(self.sizes) >= MAX_BATCH_SIZES:
@@ -99,11 +99,11 @@ class VersionStatistics(Struct):
         return StageTotals(
             self.success.seconds,
             self.queue.seconds,
-            self.decode_s,
-            stages.compute_input.seconds - self.decode_s,
+            stages.compute_input.seconds - self.preprocess_s,
+            self.preprocess_s,
             stages.compute_infer.seconds,
-            stages.compute_output.seconds - self.encode_s,
-            self.encode_s,
+            self.postprocess_s,
+            stages.compute_output.seconds - self.postprocess_s,
         )
 
     def body(self, name: str, version: str) -> dict[str, Any]:

@@ -61,9 +61,10 @@ class ModelPage {
     this.slow = element("section");
     root.append(
       element("p", "", {}, element("a", "All models", { href: "#" })), this.title, this.facts,
+      this.graph.section,
       element("div", "", { role: "group", "aria-label": "Range of the charts" }, ...this.ranges),
       element("div", "", { class: "charts" }, ...this.charts.map((chart) => chart.figure), this.cost.figure),
-      this.graph.section, this.lanes, this.reasons, this.slow, this.actions.section,
+      this.lanes, this.reasons, this.slow, this.actions.section,
     );
   }
 
@@ -173,7 +174,7 @@ class ModelPage {
   costChart() {
     const figure = element("figure", "", {}, element("figcaption", "Time of a batch, as learned"));
     const found = plot(figure, {
-      scales: { x: { time: false, range: (_, low, high) => [0, Math.max(1, high * 1.05)] }, y: { range: (_, low, high) => [0, Math.max(high * 1.1, 1e-6)] } },
+      scales: { x: { time: false, range: (_, low, high) => [0, Math.max(1, high * 1.05)] }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.1 : 1] } },
       axes: [axis(count, 24), axis(seconds, 64)],
       series: [
         { label: "Rows", value: (_, value) => (value === null ? "-" : count(value)) },
