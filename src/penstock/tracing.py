@@ -233,7 +233,7 @@ class _Sink:
                         self.again_s = time.monotonic() + REPORT_S
                         log.warning(
                             "event=traces_lost spans=%d endpoint=%s consequence=they_are_missing_in_the_collector"
-                            " hint=look at its log, and at tracing.endpoint",
+                            " hint='look at its log, and at tracing.endpoint'",
                             *(self.lost, getattr(inner, "_endpoint", type(inner).__name__)),
                         )
                         self.lost = 0
@@ -242,7 +242,9 @@ class _Sink:
             def shutdown(self) -> None:
                 inner.shutdown()
 
-        resource = Resource.create({"service.name": service})  # OTEL_SERVICE_NAME goes before
+        resource = Resource.create()  # from OpenTelemetry's variables
+        if str(resource.attributes["service.name"]).startswith("unknown_service"):
+            resource = resource.merge(Resource({"service.name": service}))
         scope, flags, kinds = InstrumentationScope("penstock"), TraceFlags(TraceFlags.SAMPLED), list(SpanKind)
         self._processor = BatchSpanProcessor(_Reporting())
 

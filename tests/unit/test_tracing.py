@@ -175,6 +175,24 @@ def test_items_of_a_pipeline_are_linked_to_the_batches_of_its_nodes(
     assert {span.parent and span.parent.span_id for span in nodes} == {whole.context.span_id}
 
 
+@pytest.mark.parametrize(("variables", "name"), [({}, "penstock"), ({"OTEL_SERVICE_NAME": "mine"}, "mine")])
+def test_the_service_has_the_name_of_the_variable_if_there_is_one(
+    variables: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    exporter = InMemorySpanExporter()
+    tracing.start(exporter=exporter, ratio=1.0)
+    try:
+        assert tracing.tracer is not None
+        tracing.tracer.emit(SpanRecord("x", child_of(None), 1.0, 2.0))
+        tracing.flush()
+    finally:
+        tracing.stop()
+    (span,) = exporter.get_finished_spans()
+    assert span.resource.attributes["service.name"] == name
+
+
 def test_spans_of_a_worker_process_travel_with_its_metrics() -> None:
     metrics.drain()
     found: list[SpanRecord] = []
