@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from array import array
 from bisect import bisect_left
 from collections.abc import Generator, Iterator
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 
 from penstock.bulk.packets import CORRUPT_FRAME, TIMES_MAY_JUMP, Damage, PacketDecoder, Survivor
 from penstock.bulk.types import Decoder, Gap, OnDamage, Position
+from penstock.bulk.urls import is_url
 from penstock.bulk.video import OpenVideo, VideoError, av_library, reason
 from penstock.errors import ConfigError
 from penstock.plugins import optional_module
@@ -138,7 +140,12 @@ class FrameReader:
             yield frame
 
     def _by_index(self) -> Iterator[DecodedFrame]:
-        """Frames from the position on that torchcodec decodes when they are needed. Raises _NotCountable at once."""
+        """Frames from the position on that torchcodec decodes when they are needed. Raises _NotCountable at once.
+
+        torchcodec must not open a URL: it knows neither the list of allowed ones nor their limits.
+        """
+        if is_url(self._path):
+            raise _NotCountable
         video = OpenVideo(self._path, 1, stream=self._stream)
         try:
             unit, stream, self.tick_s = video.stream.time_base, video.stream.index, video.tick_s
@@ -450,7 +457,10 @@ class _TorchcodecFrames:
         self._path, self._last, self._picture = path, -1, None
         try:
             self._decoder = torchcodec_decoder()(
-                path, stream_index=stream, dimension_order="NHWC", num_ffmpeg_threads=threads
+                os.path.abspath(path),  # a relative name may look like a URL
+                stream_index=stream,
+                dimension_order="NHWC",
+                num_ffmpeg_threads=threads,
             )
         except (RuntimeError, ValueError) as error:
             raise _NotCountable from error

@@ -19,6 +19,7 @@ from penstock.bulk import frames as frames_module
 from penstock.bulk.decode import BlockPool, read_chunks
 from penstock.bulk.frames import FrameReader, torchcodec_decoder
 from penstock.bulk.types import Pixels, Position, ReadPlan, Sampling, Video
+from penstock.bulk.video import VideoError
 from penstock.errors import ConfigError
 from support.videos import make_clip, number_of
 
@@ -276,3 +277,13 @@ def test_few_frames_are_decoded_if_few_are_chosen(make: Make, monkeypatch: pytes
     path, _ = make(("libx264", "b-frames", "steady", "mp4", "kept"))
     assert [number for number, *_ in chosen(path, Sampling(every=9), decoder="torchcodec")] == [0, 9, 18, 27]
     assert set(asked) == {0, 9, 18, 27}
+
+
+def test_another_decoder_opens_no_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(self: object, path: str, *_: object, **__: object) -> None:
+        raise VideoError("opened by PyAV", stage="open")
+
+    monkeypatch.setattr(frames_module.OpenVideo, "__init__", opened)
+    monkeypatch.setattr(frames_module, "torchcodec_decoder", lambda: pytest.fail("torchcodec opens a URL"))
+    with pytest.raises(VideoError, match="opened by PyAV"):
+        list(FrameReader("http://127.0.0.1:9/a.mp4", decoder="torchcodec").frames())
