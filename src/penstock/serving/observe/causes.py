@@ -28,7 +28,7 @@ REFUSED: Final = 0.01  # share of the requests
 LAG: Final = 0.5  # round trip to the broker, beside the run of a batch
 LAG_S: Final = 0.002  # a broker in the same network answers sooner
 WORTH: Final = 1.1  # smaller gains are not worth a restart
-MOST: Final = 8  # times as large a batch limit is proposed at most: the learned line was not seen so far out
+MUCH: Final = 1.4  # of a batch twice as large: over half of the time of the present one is set-up cost
 
 
 class ServerReading(Struct, frozen=True, kw_only=True):
@@ -128,15 +128,14 @@ class Reading(Struct, frozen=True, kw_only=True):
         return instances * rows / self._run_s(rows) / now if now else 1.0
 
     def _run_s(self, rows: float) -> float:
-        return max(1e-9, self.fixed_s + self.row_s * rows)
+        """Time from batch to batch of so many rows: the learned time of the run, and the present time between runs."""
+        between_s = max(0.0, self.period_s - self.run_s) if self.saturated else 0.0
+        return max(1e-9, self.fixed_s + self.row_s * rows + between_s)
 
     @property
     def larger(self) -> int:
-        """The batch limit that has room for the rows in flight: the present one, doubled, at most MOST times."""
-        limit = self.max_batch_size
-        while limit < min(self.in_flight_rows / self.up, MOST * self.max_batch_size):
-            limit *= 2
-        return limit
+        """The batch limit to try next. Twice the present one: the learned line was not seen farther out."""
+        return self.max_batch_size * (2 if self.in_flight_rows > self.up * self.max_batch_size else 1)
 
     @property
     def more(self) -> int:
@@ -144,6 +143,15 @@ class Reading(Struct, frozen=True, kw_only=True):
         each = self.cpu / self.up if self.up else 0.0
         room = self.up if each < 0.05 else int(self.server.idle / each + 0.2)
         return self.up + min(self.up, room)
+
+    @property
+    def larger_pays(self) -> bool:
+        """A larger batch brings more; much more, if instances can be added instead: that gain is surer."""
+        return self.times(self.up, self.larger) >= (MUCH if self.more > self.up else WORTH)
+
+    def multiplied(self) -> float:
+        """How many times as many rows these instances would answer: batches may become smaller, never larger."""
+        return min(self.more / self.up, self.times(self.more, self.max_batch_size))
 
     @property
     def fewer(self) -> int:
@@ -349,7 +357,7 @@ CAUSES: Final = (
     Cause(
         "batch limit",
         "penstock_batch_fill_ratio",
-        lambda r: r.saturated and r.full and r.larger > r.max_batch_size and r.times(r.up, r.larger) >= WORTH,
+        lambda r: r.saturated and r.full and r.larger > r.max_batch_size and r.larger_pays,
         lambda r: (
             f"instances are busy with full batches of {r.rows:.0f} rows, and {r.in_flight_rows:.0f} rows wait or run"
         ),
@@ -359,12 +367,12 @@ CAUSES: Final = (
     Cause(
         "too few instances",
         "penstock_busy_seconds_total",
-        lambda r: r.saturated and r.gpu is None and r.more > r.up and r.times(r.more, r.max_batch_size) >= WORTH,
+        lambda r: r.saturated and r.gpu is None and r.more > r.up and r.multiplied() >= WORTH,
         lambda r: (
             f"all {r.up} instances are busy, {r.in_flight_rows:.0f} rows wait or run, and"
             f" {r.server.idle:.1f} cores are idle"
         ),
         lambda r: f"set instances = {r.more}",
-        lambda r: r.times(r.more, r.max_batch_size),
+        lambda r: r.multiplied(),
     ),
 )

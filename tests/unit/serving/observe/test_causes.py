@@ -23,7 +23,7 @@ WELL = {
     "max_batch_size": 8, "in_flight_rows": 8.0, "run_s": 0.007, "decode_s": 0.001, "fixed_s": 0.004, "row_s": 0.001,
     "cpu": 0.6, "runnable": 0.7, "body_bytes": 900.0,
 }  # fmt: skip
-BUSY = {"busy": 2.0, "working": 1.9}
+BUSY = {"busy": 2.0, "working": 1.9, "batches": 300.0}
 LOOP = {"loop_busy": 0.98, "loop_cpu": 0.8}
 
 TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str, float | None]] = {
