@@ -31,7 +31,14 @@ from penstock.bulk.servers import (
     check_status,
 )
 from penstock.bulk.types import Answer, Answers, Chunk, PixelMode
-from penstock.client.endpoint import Endpoint, ResponseTooLarge, authorization, parse_url, tls_context
+from penstock.client.endpoint import (
+    Endpoint,
+    ResponseTooLarge,
+    authorization,
+    check_token_privacy,
+    parse_url,
+    tls_context,
+)
 from penstock.client.http import ClientConnection
 from penstock.client.response import HttpResponse, one_line
 from penstock.errors import BadRequest, ConfigError, ModelNotFound, PayloadTooLarge, nearest
@@ -169,6 +176,7 @@ class ChatBackend(Backend):
 
 async def _models(address: Endpoint, token: str | None, timeout_s: float) -> dict[str, Any]:
     """The names of a server's models, and the weights behind each. Raises as `check_status`, and NotACaptioner."""
+    check_token_privacy(address, token)
     connection = ClientConnection(address, connect_timeout_s=timeout_s)
     try:
         response = await connection.request(

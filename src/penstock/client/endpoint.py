@@ -15,6 +15,7 @@ from penstock.errors import ConfigError, DeadlineExceeded, PenstockError
 log = logging.getLogger("penstock.client")
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_warned: set[str] = set()  # servers that get a token unencrypted
 
 
 class Endpoint(Struct, frozen=True):
@@ -94,8 +95,9 @@ def authorization(token: str | None) -> list[tuple[str, str]]:
 
 
 def check_token_privacy(endpoint: Endpoint, token: str | None) -> None:
-    """Logs a warning if others can read the token on its way."""
-    if token is not None and endpoint.tls is None and not endpoint.local:
+    """Logs a warning, once for each server, if others can read the token on its way."""
+    if token is not None and endpoint.tls is None and not endpoint.local and endpoint.url not in _warned:
+        _warned.add(endpoint.url)
         log.warning("server=%s the token is sent unencrypted; use https or a tunnel", endpoint.url)
 
 
