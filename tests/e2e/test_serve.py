@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -267,6 +269,30 @@ def test_wrong_starts_are_told_clearly(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         message = refused("app.py:predict_one", "--port", str(port), cwd=tmp_path)
     assert str(port) in message
+
+
+def test_a_server_that_starts_never_says_that_a_model_of_its_own_is_not_found(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text("import time\ntime.sleep(0.5)\ndef echo(items):\n    return items\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ports = ["--port", str(port), "--set=server.management_port=0", "--set=server.metrics_port=0"]
+    statuses: list[int] = []
+    with subprocess.Popen([*SERVE, "app.py:echo", *ports], cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
+        try:
+            end = time.monotonic() + 60
+            while 200 not in statuses and time.monotonic() < end:
+                request = urllib.request.Request(f"http://127.0.0.1:{port}/predictions/echo", b"x")
+                try:
+                    with urllib.request.urlopen(request, timeout=10) as response:
+                        statuses.append(response.status)
+                except urllib.error.HTTPError as e:
+                    with e:
+                        statuses.append(e.code)
+                except OSError:  # it does not listen yet
+                    time.sleep(0.001)
+        finally:
+            process.terminate()
+    assert set(statuses) == {503, 200}
 
 
 def test_a_second_server_finds_a_free_port_for_management_and_is_told_of_the_one_for_metrics(

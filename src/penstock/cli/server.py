@@ -156,6 +156,7 @@ class Server:
         self._metrics.read = lambda: _reading(engine, http, self._grpc)
         tasks = [asyncio.ensure_future(self._dashboard.run())] if shown else []
         try:
+            engine.expect(model.name or section for section, model in self._config.models.items())
             self._note("inference", *await http.start(s.host, s.port))
             await self._bind_thrift(engine)
             await self._bind_grpc(engine, triton)
@@ -190,6 +191,7 @@ class Server:
         models = [(model.name or section, model) for section, model in self._config.models.items()]
         at, keep = [os.getcwd()], self._config.server.keep_going
         await asyncio.gather(*(engine.load(name, model, sys_path=at, keep=keep) for name, model in models))
+        engine.expect(())
         for name, model in models:
             if model.traffic:
                 engine.set_traffic(name, model.traffic)

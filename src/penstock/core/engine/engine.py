@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final
@@ -107,6 +107,10 @@ class Engine:
         await self.close()
 
     # ---- models
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Until the next call, requests for these models get ModelNotReady where they would get ModelNotFound."""
+        self._registry.expected = frozenset(names)
 
     async def load(
         self, name: str, config: ModelConfig, *, target: Any = None, sys_path: Sequence[str] = (), keep: bool = False

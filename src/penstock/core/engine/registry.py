@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from penstock.config.checks import check_traffic
 from penstock.core.engine.handle import ModelHandle
-from penstock.errors import ConfigError, ModelNotFound, PenstockError, nearest
+from penstock.errors import ConfigError, ModelNotFound, ModelNotReady, PenstockError, nearest
 from penstock.types import SequenceRequest
 
 
@@ -92,6 +92,7 @@ class ModelRegistry(Generic[T]):
     def __init__(self) -> None:
         self.handles: dict[tuple[str, str | None], T] = {}  # version None: the default
         self.splits: dict[str, TrafficSplit[T]] = {}
+        self.expected: frozenset[str] = frozenset()  # names that a start is about to load
         self._set: set[str] = set()  # names whose default was set
 
     # ---- changes: each is atomic for requests
@@ -208,6 +209,8 @@ class ModelRegistry(Generic[T]):
 
     def unknown(self, name: str, version: str | None) -> PenstockError:
         """The error for an unknown model or version; it lists the known names."""
+        if name in self.expected:
+            return ModelNotReady(f"model '{name}' is about to be loaded")
         versions = self.versions(name)
         if version is not None and versions:
             known = ", ".join(versions)

@@ -167,6 +167,12 @@ async def test_a_past_deadline_and_an_unknown_model_are_refused_at_once() -> Non
             await engine.infer("n", 1)
         with pytest.raises(ModelNotFound):
             await engine.infer("m", 1, version="9")
+        engine.expect(["n"])
+        with pytest.raises(ModelNotReady, match="model 'n' is about to be loaded"):
+            await engine.infer("n", 1)
+        engine.expect(())
+        with pytest.raises(ModelNotFound):
+            await engine.infer("n", 1)
 
 
 async def test_a_cancelled_caller_frees_its_place() -> None:
