@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from penstock.bulk.packets import CORRUPT_FRAME, TIMES_MAY_JUMP, Damage, PacketDecoder, Survivor
+from penstock.bulk.packets import CORRUPT_FRAME, TIMES_MAY_JUMP, Damage, PacketDecoder, Survivor, is_countable
 from penstock.bulk.types import Decoder, Gap, OnDamage, Position
 from penstock.bulk.urls import is_url
 from penstock.bulk.video import OpenVideo, VideoError, av_library, reason
@@ -22,8 +22,6 @@ from penstock.plugins import optional_module
 
 # a seek leads to frames that cannot be decoded alone, or to packets without times, without an error
 UNSEEKABLE = {("mxf", "ffv1"), ("asf", "h264"), ("asf", "hevc")}
-COUNTABLE = ("mov,", "matroska,", "flv", "nut")  # containers that state when each packet is shown
-PACKET_A_FRAME = {"h264", "hevc", "av1", "vp9", "mpeg4", "mjpeg", "prores"}  # VP8 and packed MPEG-4 hide some
 SEEK_BACK_S = (0.0, 10.0)  # some containers seek by decoding time and overshoot: try again further back
 
 
@@ -390,7 +388,7 @@ class _CountedPackets:
         self._reorders = video.reorder_depth > 0
         self._in_order = self._all_key = True
         self.hidden = 0
-        self._countable = video.container.format.name.startswith(COUNTABLE) and self._context.name in PACKET_A_FRAME
+        self._countable = is_countable(video.container, self._context)
         self.times = array("q")
 
     def keyframes(self) -> Iterator[Any]:

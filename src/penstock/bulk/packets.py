@@ -18,6 +18,9 @@ MISSING_S = 0.5  # of the duration in a Matroska header that may lie behind the 
 MAX_REORDER = 32  # frames: no codec shows more of them before one that was decoded earlier
 MAX_READ_ERRORS = 16  # of a damaged container, one after the other
 SEGMENT = b"\x18\x53\x80\x67"
+NO_FRAME = "a packet shows no frame"
+COUNTABLE = ("mov,", "matroska,", "flv", "nut")  # containers that state when each packet is shown
+PACKET_A_FRAME = {"h264", "hevc", "av1", "vp9", "mpeg4", "mjpeg", "prores"}  # VP8 and packed MPEG-4 hide some
 CORRUPT_FRAME = "the data of a frame is damaged"
 WITHOUT_PTS = ("avi", "asf")  # containers
 DEEP_REORDER = ("h264", "hevc")  # codecs whose pts FFmpeg cannot infer there
@@ -26,6 +29,11 @@ LEAP_FRAMES = 32  # after a gap in the file: the demuxer may notice it some pack
 
 class Damage(Exception):
     """The decoder or the container found something that it cannot read."""
+
+
+def is_countable(container: Any, context: Any) -> bool:
+    """Whether each packet of a file states when its one frame is shown."""
+    return container.format.name.startswith(COUNTABLE) and context.name in PACKET_A_FRAME
 
 
 class PacketDecoder:
@@ -123,7 +131,7 @@ class PacketDecoder:
         context = self._stream.codec_context
         self._buffer = buffer = _ReorderBuffer(self._stream.codec_context)
         lead_in = _LeadIn(self._cut)
-        lost = LostFrames(self._stream, ordered=not self._cut)
+        lost = LostFrames(self._stream, ordered=not self._cut, countable=is_countable(self._container, context))
         packets = self.packets(MAX_READ_ERRORS)
         packet: Any = ...
         while packet is not None:
@@ -415,7 +423,9 @@ class Survivor(NamedTuple):
 class LostFrames:
     """Counts the frames that damage costs, by the times of the packets that should have shown them."""
 
-    def __init__(self, stream: Any, *, ordered: bool) -> None:
+    def __init__(self, stream: Any, *, ordered: bool, countable: bool = False) -> None:
+        """In `countable` files, a packet without a frame is a lost frame, even if the decoder reports nothing."""
+        self._countable = countable
         rate = stream.average_rate or stream.guessed_rate or 25
         self._step = 1 / (rate * stream.time_base) if stream.time_base else 0  # ticks between two frames
         self._ordered = ordered
@@ -430,8 +440,9 @@ class LostFrames:
     def packet(self, packet: Any, problem: str) -> None:
         """A packet is sent to the decoder; None at the end."""
         pts = None if packet is None else packet.pts
-        if pts is not None:
+        if pts is not None and not packet.is_discard:  # an edit list hides its frame
             self._due.add(pts)
+        if pts is not None:
             later = next((error for due, error in self._failed.items() if due > pts), "")
             if later:  # decoded after a frame that is shown later: probably predicted from it
                 self._failed[pts] = later
@@ -474,6 +485,8 @@ class LostFrames:
         self._due.discard(pts)
         passed = {due for due in self._due if due < pts}
         errors = [e for found in (self._failed, self._missing) for due, e in sorted(found.items()) if due <= pts]
+        if passed and self._countable:
+            errors = errors or [NO_FRAME]
         lost = len(passed) if errors else len(untimed)
         if any(due <= pts for due in self._missing):
             self._leaps = LEAP_FRAMES

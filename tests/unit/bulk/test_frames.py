@@ -526,6 +526,20 @@ def test_a_resume_counts_the_frame_rate_from_the_beginning(clips: Any) -> None:
         assert [one[:3] for one in read_around(broken, at(kept[i]))[0]] == [one[:3] for one in kept[i:]]
 
 
+@pytest.mark.parametrize("name", ["b-frames.mp4", "b-frames.mkv", "open-gop.mp4"])
+@pytest.mark.parametrize("kept", [0, 6, 20, 40])
+def test_frames_keep_their_numbers_after_a_keyframe_that_shows_nothing(clips: Any, name: str, kept: int) -> None:
+    path, whole = clips(name)
+    with av.open(str(path)) as container:
+        place, size = [(p.pos, p.size) for p in container.demux(video=0) if p.is_keyframe][1]
+    for seed in range(4):
+        shown, gaps = read_around(damaged(path, place + kept, size - kept, seed))
+        assert [one[:3] for one in shown] == [whole[one.frame][:3] for one in shown]
+        traces = {n for gap in gaps for n in range(gap.frame, gap.clean or COUNT)}
+        assert [one for one in shown if one.frame not in traces] == [one for one in whole if one.frame not in traces]
+        assert gaps
+
+
 def test_a_hole_in_a_transport_stream_is_a_gap_of_as_many_frames_as_fit_into_its_time(tmp_path: Path) -> None:
     data = bytearray(make_clip(tmp_path / "a.ts", 80, options={"g": "10", "bf": "0"}).read_bytes())
     middle = len(data) // 2 // 188 * 188
