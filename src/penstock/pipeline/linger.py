@@ -8,10 +8,11 @@ The base policy decides deadlines, drops and classes.
 from collections.abc import Callable
 from math import ceil
 
-from penstock.core.batching.entry import Entry
+from penstock.core.batching.entry import INF, Entry
 from penstock.core.batching.policies.base import BatchPolicy, Choice, SlotBatch, Take, View, WaitUntil
 
 UNKNOWN_ROWS = 4  # rows of a slice before the cost is known: a row may take long, and a batch ends with its last one
+ROW_GAIN = 0.1  # a choice
 
 
 class Linger:
@@ -36,6 +37,7 @@ class Linger:
         self._wait_s = wait_s
         self._coming, self._credit = coming, credit
         self._slice_s = slice_s
+        self._row_s = 0.0  # moving average of a row's run time
         self._lingered = 0
 
     def on_arrival(self, entry: Entry, now: float) -> None:
@@ -45,8 +47,17 @@ class Linger:
     def on_complete(self, batch: SlotBatch, seconds: float, view: View, now: float) -> None:
         if self._slice_s is None:
             self._base.on_complete(batch, seconds, view, now)
+        elif batch.run_s > 0:
+            self._row_s += (batch.run_s / batch.rows - self._row_s) * (ROW_GAIN if self._row_s else 1.0)
 
     def select(self, view: View, now: float) -> Choice:
+        bucket = view.bucket
+        if self._slice_s is not None and view.idle and not (bucket.finite or bucket.low):
+            # the base policy decides deadlines, drops and classes, and there are none
+            most = self._slice(view)
+            rows = min(most, bucket.rows, self._credit())
+            reason = "all that waits" if rows == bucket.rows else "slice" if rows == most else "credit"
+            return Take(rows, -INF, rows == view.max_rows and not view.ahead, True, reason) if rows > 0 else None
         choice = self._base.select(view, now)
         if type(choice) is not Take:
             return choice
@@ -82,7 +93,8 @@ class Linger:
         parts = view.idle
         if cost.ready:
             assert self._slice_s is not None
-            rows = max(1, min(view.max_rows, int(self._slice_s / cost.b)))
+            # not the cost, which has the hand-over: while batches have one row, that counts as the time of the row
+            rows = max(1, min(view.max_rows, int(self._slice_s / (self._row_s or cost.b))))
             parts = min(parts, max(1, int(waiting / max(1.0, cost.knee))))
         return min(rows, ceil(waiting / parts)) if parts > 1 else rows
 

@@ -141,6 +141,17 @@ def test_a_slice_of_slow_items_is_small_and_of_brief_ones_large() -> None:
         assert harness.poll(now)[:1] == [rows]
 
 
+def test_a_slow_hand_over_of_single_rows_makes_no_slice_smaller() -> None:
+    harness, now = TransportHarness(wait_s=0.0, slice_s=0.005, most=32), 0.0
+    for _ in range(20):
+        harness.offer(1, now)
+        assert harness.poll(now) == [1]
+        now += 0.006
+        harness.scheduler.complete(harness.sent[0].batch_id, Outcome("ok", 0.001), now)
+    harness.offer(8, now)
+    assert harness.poll(now) == [5], "a row runs for 1 ms"
+
+
 @pytest.mark.parametrize(("slots", "rows", "sent"), [(1, 32, [4]), (4, 8, [2, 2, 2, 2])])
 def test_without_a_known_cost_slices_are_small_and_shared_among_idle_slots(
     slots: int, rows: int, sent: list[int]

@@ -138,7 +138,7 @@ class Scheduler:
 
     def next_end(self) -> tuple[float, int]:
         """(predicted end of the batch that ends first, its rows); (INF, 0) while nothing runs."""
-        return min(((batch.end_s, batch.rows) for batch in self._slots.running.values()), default=(INF, 0))
+        return min([(batch.end_s, batch.rows) for batch in self._slots.running.values()], default=(INF, 0))
 
     def ahead_at(self) -> float:
         """From when a full batch is sent behind the one that is predicted to end first; INF while nothing runs."""
@@ -349,6 +349,7 @@ class Scheduler:
                 if outcome.oom is None and not (outcome.failed and self._lengths is not None):
                     self._cost.add(batch.work, seconds)
                 self._see()
+                batch.run_s = outcome.run_s
                 self._policy.on_complete(batch, seconds, self._view, now)
             self.running_rows -= batch.rows
             return self._queue.answered(entries, outcome.failed)

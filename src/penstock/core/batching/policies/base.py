@@ -45,7 +45,8 @@ Choice = Take | Drop | WaitUntil | None
 
 class SlotBatch(Struct, eq=False):
     """A batch on a slot. `end_s` is its predicted end. On a `concurrent` slot there is no prediction, and `rows` counts
-    the rows without a response. `work` is what its cost depends on: its rows, or its tokens."""
+    the rows without a response. `work` is what its cost depends on: its rows, or its tokens. `run_s`: the worker's time
+    on it, once it is answered."""
 
     id: int
     slot: int
@@ -57,6 +58,7 @@ class SlotBatch(Struct, eq=False):
     exact: bool  # from a batch that killed a worker: never merged with others
     concurrent: bool = False
     work: int = 0
+    run_s: float = 0.0
 
 
 class View(Struct, eq=False):
