@@ -270,7 +270,10 @@ class BatchRunner:
 
     def _plainly(self, batch_id: int, decoded: Decoded, emit: Emit) -> tuple[BatchPart, float]:
         """Like `_in_columns`, for objects."""
-        found, error = self._called(self.call, list(decoded.values))
+        predict = self.model.predict if self.model.item_ladder is None else self.call
+        found, error = self._called(predict, list(decoded.values))
+        if error is None and type(found) is not list:
+            found, error = self._called(self._found, found)
         predicted = time.perf_counter()
         if error is None and type(found) is list and len(found) == len(decoded.values) and _are_plain(found):
             results: list[ItemResult | None] = []
@@ -479,6 +482,11 @@ def _objects(items: list[Item]) -> list[Any] | None:
         if item.codec != "object" or item.stop >= 0:
             return None
         if not item.many:
+            if type(value) is Pickled:
+                try:
+                    value = value.load()
+                except Exception:
+                    return None  # loaded again alone, so that it fails alone
             if issubclass(type(value), _NO_UNIT):
                 return None
             values.append(value)
@@ -491,7 +499,7 @@ def _objects(items: list[Item]) -> list[Any] | None:
 
 def _are_plain(results: list[Any]) -> bool:
     """Whether all of them are responses as they are."""
-    return not any(kind is Headed or issubclass(kind, Exception) for kind in set(map(type, results)))
+    return not any([kind is Headed or issubclass(kind, Exception) for kind in set(map(type, results))])
 
 
 def _with_original(failed: PenstockError, error: BaseException) -> PenstockError:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from penstock.config.schema import BatchingConfig
 from penstock.core.batching.ladder import Ladder
 from penstock.core.contracts import Codec
-from penstock.core.wire.messages import Unsent
+from penstock.core.wire.messages import Pickled, Unsent
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.python_model import PythonModel
 from penstock.errors import (
@@ -239,6 +240,14 @@ def test_codecs_decode_and_encode_each_item_by_itself():
     (part,) = run(lambda items: [5], [Item(b"a", "upper")])
     assert kinds(part) == [BadOutput]
     assert "a int that cannot be sent" in values(part)[0].message
+
+
+def test_pickled_objects_reach_a_model_in_one_call_and_one_that_cannot_be_loaded_fails_alone():
+    predict, sizes = counting(lambda items: False)
+    good, bad = (Item(Pickled(data, [])) for data in (pickle.dumps(4), b"broken"))
+    assert values(run(predict, [good, 5])[0]) == [40, 50]
+    assert kinds(run(predict, [good, bad, 6])[0]) == [int, BadRequest, int]
+    assert sizes == [2, 2]
 
 
 def test_many_is_flattened_and_put_together_again():
