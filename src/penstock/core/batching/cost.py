@@ -64,54 +64,51 @@ class Cost:
         if self._seen <= SKIPPED_SAMPLES:
             return
         predicted = self.a + self.b * n
-        seconds = self._bin(n, seconds, bin or n.bit_length())
+        seconds = self._learn(n, seconds, bin or n.bit_length())
         if self.ready:
             self.ratio += 0.02 * (_UPPER if seconds > self.ratio * predicted else _UPPER - 1)
             self.ratio = min(2.0, max(1.0, self.ratio))
-        self._fit()
         self.ready = self._seen >= SKIPPED_SAMPLES + READY_SAMPLES
 
-    def _bin(self, n: int, seconds: float, place: int) -> float:
+    def _learn(self, n: int, sample: float, place: int) -> float:
         """Moves the bin of n, at its place, towards the sample, ages the others, and returns the clipped sample."""
         bins = self._bins
-        for v in bins.values():
-            w = v[2] * _FORGET
-            v[2] = w if w > 1.0 else 1.0
-        v = bins.get(place, _NONE)
-        if v is _NONE:
-            bins[place] = [n, seconds, 1.0]
-            return seconds
-        if v[2] >= 4 and seconds > _STRAGGLER * v[1]:
-            seconds = _STRAGGLER / 2 * v[1]
-        gain = max(0.08, 1 / (v[2] + 1))
-        v[0] += gain * (n - v[0])
-        v[1] += gain * (seconds - v[1])
-        v[2] = min(v[2] + 1, _MAX_WEIGHT)
-        return seconds
-
-    def _fit(self) -> None:
-        weight = x = y = 0.0
-        bins = self._bins.values()
-        for n, seconds, w in bins:
-            weight += w
-            x += w * n
-            y += w * seconds
-        x /= weight
-        y /= weight
-        xx = xy = 0.0
-        for n, seconds, w in bins:
-            d = w * (n - x)
-            xx += d * (n - x)
-            xy += d * (seconds - y)
+        own = bins.get(place)
+        if own is None:
+            own = bins[place] = [n, sample, 0.0]
+        weight = x = y = xx = xy = 0.0
+        for v in bins.values():  # weighted means and co-variances in one pass
+            size, seconds, w = v
+            w *= _FORGET
+            if v is not own:
+                v[2] = w = w if w > 1.0 else 1.0
+            elif not w:
+                v[2] = w = 1.0
+            else:
+                w = w if w > 1.0 else 1.0
+                if w >= 4 and sample > _STRAGGLER * seconds:
+                    sample = _STRAGGLER / 2 * seconds
+                gain = 1 / (w + 1)
+                gain = gain if gain > 0.08 else 0.08
+                v[0] = size = size + gain * (n - size)
+                v[1] = seconds = seconds + gain * (sample - seconds)
+                v[2] = w = w + 1 if w + 1 < _MAX_WEIGHT else _MAX_WEIGHT
+            share = w / (weight := weight + w)
+            dx = size - x
+            x += share * dx
+            y += share * (seconds - y)
+            w *= dx
+            xx += w * (size - x)
+            xy += w * (seconds - y)
         per_row = max(y / x, 1e-12)
         self.fitted = xx > _SPREAD * weight
         self.max_seen = _ANY if self.fitted else x
         if self.fitted:
             self.b = max(1e-6 * per_row, xy / xx)
             self.a = y - self.b * x
-            if self.a >= 0:
-                return
-        self.a, self.b = 0.0, per_row
+        if not self.fitted or self.a < 0:
+            self.a, self.b = 0.0, per_row
+        return sample
 
 
 class StairCost(Cost):
@@ -151,4 +148,3 @@ def rising(values: Iterable[float]) -> list[float]:
 
 
 _ANY = float("inf")
-_NONE: list[float] = []

@@ -34,6 +34,10 @@ SLOT_MOVES: dict[SlotState, frozenset[SlotState]] = {
 }
 
 
+# a look-up in the class would take longer than the comparison, several times for each batch
+_IDLE, _BUSY, _DYING, _RETIRING = SlotState.IDLE, SlotState.BUSY, SlotState.DYING, SlotState.RETIRING
+
+
 class Slot(Struct, eq=False):
     """One instance. `batches` run in order; `last_s` is when the last one ended.
 
@@ -117,11 +121,11 @@ class Slots:
         del self._slots[number]
 
     def _set(self, slot: Slot, to: SlotState) -> None:
-        if slot.state == SlotState.IDLE:
+        if slot.state == _IDLE:
             self.idle.remove(slot.number)
         assert to in SLOT_MOVES[slot.state], f"slot {slot.number} cannot go from {slot.state.name} to {to.name}"
         slot.state = to
-        if to == SlotState.IDLE:
+        if to == _IDLE:
             insort(self.idle, slot.number)
 
     def _queue_up(self, slot: Slot) -> None:
@@ -132,8 +136,7 @@ class Slots:
                 if at < len(places) and places[at] == slot.place:
                     del places[at]
             slot.place = None
-        count = len(slot.batches)
-        if slot.state == SlotState.BUSY and slot.concurrency == 1 and count < self._depth:
+        if slot.state == _BUSY and slot.concurrency == 1 and (count := len(slot.batches)) < self._depth:
             slot.place = (slot.batches[-1].end_s, slot.order, slot.number)
             insort(self._behind[count > 1], slot.place)
 
@@ -188,11 +191,10 @@ class Slots:
 
     def _rest(self, slot: Slot) -> None:
         """Sets a live slot that stays to idle or busy."""
-        if slot.state in (SlotState.IDLE, SlotState.BUSY):
+        if slot.state == _IDLE or slot.state == _BUSY:
             idle = slot.room > 0 if slot.concurrency > 1 else not slot.batches
-            state = SlotState.IDLE if idle else SlotState.BUSY
-            if state != slot.state:
-                self._set(slot, state)
+            if idle != (slot.state == _IDLE):
+                self._set(slot, _IDLE if idle else _BUSY)
 
     def finish(self, id: int, alive: bool, run_s: float, prepare_s: float, now: float) -> tuple[SlotBatch, float]:
         """Takes a batch off its slot. Returns it and its seconds, counted from its turn on the slot."""
@@ -212,10 +214,10 @@ class Slots:
                 slot.batches[0].end_s = now + (self._cost.t(slot.batches[0].work) if self._cost.ready else 0.0)
             if not batch.ahead and 0 < run_s + prepare_s <= seconds:
                 self._overs.append(seconds - run_s - prepare_s)
-        if slot.state == SlotState.RETIRING:
+        if slot.state == _RETIRING:
             if not slot.batches:
                 del self._slots[slot.number]
-        elif slot.state != SlotState.DYING:
+        elif slot.state != _DYING:
             if alive:
                 self._rest(slot)
             else:

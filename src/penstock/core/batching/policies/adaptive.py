@@ -64,16 +64,16 @@ class Returns:
     def learn(self, now: float) -> None:
         """Closes the round that the last completion opened; only completed bins count."""
         gain, slow = max(0.1, 1 / (self.rounds + 1)), max(0.05, 1 / (self.rounds + 1))
-        self._mean_rows += slow * (self.rows - self._mean_rows)
-        cum = 0
-        for j in range(BINS):
-            end = self.width * (j + 1)
-            if now - self.since_s < end * (1 - BIN_TOLERANCE):
-                break
-            cum += self.counts[j]
-            self._arrived[j] += gain * (self.counts[j] - self._arrived[j])
-            self._served[j] += gain * (self.rows - self._served[j])
-            self._excess[j] += slow * (cum - self._rate * end - self._excess[j])
+        rows, arrived, served, excess = self.rows, self._arrived, self._served, self._excess
+        self._mean_rows += slow * (rows - self._mean_rows)
+        cum, mean = 0, self._rate * self.width
+        completed = int(min(BINS, (now - self.since_s) / (self.width * (1 - BIN_TOLERANCE))))
+        for j in range(completed):
+            count = self.counts[j]
+            cum += count
+            arrived[j] += gain * (count - arrived[j])
+            served[j] += gain * (rows - served[j])
+            excess[j] += slow * (cum - mean * (j + 1) - excess[j])
         self.rounds += 1
         self.closed = max(self._excess) / self._mean_rows
 
