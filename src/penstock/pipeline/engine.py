@@ -103,6 +103,10 @@ class NodeEngine:
             listening.append(TraceObserver(tracing.tracer, "node"))
         self.handle = ModelHandle(spec, transport, devices, UNLIMITED, listening, self._policy, self.driver)
         self.batcher: Batcher | None = None
+        # known once the node is loaded
+        self.scheduler: Scheduler | None = None  # of its queue
+        self.max_batch = self.concurrency = 1  # most items of a batch, and items that should run at once
+        self.capacity = 0  # items that may wait
 
     async def load(self) -> None:
         """Returns when every instance is up. Raises LoadFailed, ConfigError that name the node."""
@@ -115,6 +119,12 @@ class NodeEngine:
             raise LoadFailed(f"node '{self.name}': only {found}", detail=self.handle.instances.why_down().detail)
         self.batcher = self.handle.batcher
         assert self.batcher is not None
+        self.scheduler, node = self.batcher.scheduler, self.node
+        self.max_batch = most = self.scheduler.max_batch_size
+        # without a model, instances share the queue, so more make slices smaller
+        sliced = not self.has_model and node.max_batch is None
+        self.concurrency = max(node.instances, most) if sliced else node.instances * most
+        self.capacity = node.queue or QUEUED_BATCHES * self.concurrency
         self.batcher.on_dispatch = lambda dispatch: self._backpressure.dispatched(self)
 
     def _policy(self) -> BatchPolicy:
@@ -161,11 +171,6 @@ class NodeEngine:
         self._backpressure.wake()
 
     @property
-    def scheduler(self) -> Scheduler | None:
-        """The scheduler of the node's queue; None before the node is loaded."""
-        return None if self.batcher is None else self.batcher.scheduler
-
-    @property
     def has_room_for_bytes(self) -> bool:
         """Whether the queue has room for the bytes of another item from outside."""
         queued = self.scheduler.queued_bytes if self.scheduler else 0
@@ -181,24 +186,9 @@ class NodeEngine:
         return self.scheduler.running_rows if self.scheduler else 0
 
     @property
-    def max_batch(self) -> int:
-        """Most items of a batch. Known once the node is loaded."""
-        return self.scheduler.max_batch_size if self.scheduler else 1
-
-    @property
     def row_s(self) -> float:
         """Predicted seconds of an item of a full batch; 0 before anything was learned."""
         return self.scheduler.seconds(self.max_batch) / self.concurrency if self.scheduler else 0.0
-
-    @property
-    def capacity(self) -> int:
-        return self.node.queue or QUEUED_BATCHES * self.concurrency
-
-    @property
-    def concurrency(self) -> int:
-        """Items that should run at once. Without a model, instances share the queue, so more make slices smaller."""
-        sliced = not self.has_model and self.node.max_batch is None
-        return max(self.node.instances, self.max_batch) if sliced else self.node.instances * self.max_batch
 
     def statistics(self) -> dict[str, object]:
         """The scheduler's estimates, and the items that wait and run."""

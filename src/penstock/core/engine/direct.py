@@ -201,6 +201,8 @@ class DirectDriver(Inbox):
     def _ensure(self) -> None:
         """Sees to the next turn at `_wake_at`: a thread that sleeps until then, or the timer of the loop."""
         when, now = self._wake_at, time.monotonic()
+        if when == INF and not self._requests:
+            return
         if when < now + BRIEF_S or (self._requests and when > now + LATE_S):
             when = now + LATE_S
         if when < self._look_at and not any([t.until <= when for t in tuple(self._asleep)]) and not self._ring():
@@ -214,11 +216,10 @@ class DirectDriver(Inbox):
             thread.skips = False
             return thread.take()
         began_s = time.thread_time()
-        self.answer(thread)
         while True:
             with self.guard:
                 self._wake_at = INF
-                self._portal_inbox.answer(self._take_turn)
+                self._portal_inbox.answer(thread.pass_on, self._take_turn)
                 if thread.batches:
                     self._look_early()
                     self._ensure()

@@ -205,20 +205,22 @@ class RequestInbox(Inbox):
         else:
             self._after.append(callback)
 
-    def answer(self, answer: Callable[[], None]) -> None:
-        """Calls `answer`, which answers requests of a model without the loop, and then what `after` got meanwhile."""
+    def answer(self, *steps: Callable[[], None]) -> None:
+        """Calls the steps, which answer requests of a model without the loop, each with what `after` got meanwhile."""
         with self.guard:
             calls: list[_Callback] = []
             self._after = calls
             self._answering = os_threads.thread_id()
             try:
-                answer()
+                for step in steps:
+                    try:
+                        step()
+                    finally:
+                        for call in calls:  # they may add others
+                            call()
+                        calls.clear()
             finally:
-                try:
-                    for call in calls:  # they may add others
-                        call()
-                finally:
-                    self._after, self._answering = None, 0
+                self._after, self._answering = None, 0
 
     def _guarded(self, callback: _Callback) -> None:
         with self.guard:
