@@ -252,7 +252,8 @@ def _jpeg(data: bytes, color: Color, decoder: Decoder, at_least: tuple[int, int]
 
 JPEG = b"\xff\xd8"
 MOST_PARTS = 2**16  # segments and fill bytes before a JPEG's scan: walking over them costs 20 ms
-_NO_LENGTH = {0x01, *range(0xD0, 0xD9)}  # markers without a length
+_NO_LENGTH = {0x01, *range(0xD0, 0xD9), 0xFF}  # markers without a length, and a fill byte
+_SEGMENT = struct.Struct(">BBH")
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15, but not DHT, JPG, DAC
 _EXIF = b"Exif\0\0"
 _ORIENTATION, _SHORT = 0x0112, 3
@@ -288,13 +289,12 @@ def jpeg_header(data: bytes) -> JpegHeader:
     for _ in range(MOST_PARTS):
         if at + 4 > size:
             break
-        if data[at] != 0xFF:
+        first, marker, length = _SEGMENT.unpack_from(data, at)
+        if first != 0xFF:
             raise ValueError(f"byte {at} is no marker")
-        marker = data[at + 1]
-        if marker == 0xFF or marker in _NO_LENGTH:
+        if marker in _NO_LENGTH:
             at += 1 if marker == 0xFF else 2  # a fill byte, or a whole marker
             continue
-        length = data[at + 2] << 8 | data[at + 3]
         if marker == 0xDA:
             if not width or not height:
                 raise ValueError("it has a scan before its frame, or a frame without a size")

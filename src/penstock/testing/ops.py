@@ -95,7 +95,7 @@ def has_kind(value: Any, kind: str) -> bool:
     if kind == "bytes":
         return isinstance(value, bytes | bytearray | memoryview)
     if kind == "mat":
-        if not isinstance(value, np.ndarray) or value.dtype.name not in MAT_TYPES:
+        if not isinstance(value, np.ndarray) or value.dtype.num not in MAT_TYPES:
             return False
         shape = value.shape[1:] if value.ndim == 4 and not len(value) else value.shape
         return len(shape) == 2 or (len(shape) == 3 and 1 <= shape[2] <= 4)

@@ -74,7 +74,7 @@ def planes(mat: Any) -> Any:
 
 def interleaved(mat: Array) -> Array:
     """An image `[height, width, channels]`, C-contiguous."""
-    if mat.flags.c_contiguous or mat.dtype.name not in MAT_TYPES:
+    if mat.flags.c_contiguous or mat.dtype.num not in MAT_TYPES:
         return np.ascontiguousarray(mat)
     merged: Array = cv2.merge([mat[:, :, i] for i in range(mat.shape[2])])
     return merged.reshape(mat.shape)
