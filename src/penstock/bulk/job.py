@@ -305,7 +305,8 @@ class JobRun:
             self._decoders.start(self._sender)
             prober.start()
             try:
-                with Run("caption", str(self._options.outputs.files[0])) as run:
+                # a shard has no output of its own
+                with Run("caption", str(next(iter(self._options.outputs.files), self._options.work))) as run:
                     self._wait(summary, start_s, run)
             finally:  # in the order in which frames pass the threads; an interrupt keeps what is in flight
                 self._decoders.close()
