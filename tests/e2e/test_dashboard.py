@@ -262,6 +262,10 @@ def test_nothing_is_changed_where_management_is_off_or_another_page_asks(
     with pytest.raises(urllib.error.HTTPError, match="403"):
         scale(managed, "http://elsewhere.example")
     scale(managed, managed)
+    public = ("--insecure", "--set", "server.metrics_host=0.0.0.0", "--set", "server.management=true")
+    url = serve_all(SOURCE, "echo", *public).urls["metrics"].replace("0.0.0.0", "127.0.0.1")
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        scale(url, url)
 
 
 def test_a_pipeline_is_a_live_graph(serve_all: Callable[..., Any], browser: Browser, tmp_path: Path) -> None:
