@@ -131,6 +131,10 @@ def test_a_request_that_is_refused_is_an_error_and_not_a_caption(served: tuple[B
         with ChatServer(lambda _: (400, {"error": {"message": "no image"}}, ())) as server:
             ((answer,),) = sent(backend, server.url, "", [broken]).values()
         assert "no image" in answer.error
+        with ChatServer(lambda _: (500, {"error": {"message": "this image kills me"}}, ())) as server:
+            ((answer,),) = sent(backend, server.url, "", [broken]).values()
+            assert len(server.requests) == 2
+        assert answer.error == "answered 500: this image kills me (2 attempts)"
     else:
         (result,) = sent(backend, url, model, [broken]).values()
         assert isinstance(result, PenstockError)

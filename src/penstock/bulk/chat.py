@@ -29,6 +29,7 @@ from penstock.bulk.servers import (
     ServerInfo,
     WrongAnswer,
     check_status,
+    failed_row,
 )
 from penstock.bulk.types import Answer, Answers, Chunk, PixelMode
 from penstock.client.endpoint import (
@@ -67,7 +68,7 @@ class ChatBackend(Backend):
     pixels: PixelMode = "jpeg"
     base64 = True
     headers: Headers = (("Content-Type", "application/json"),)
-    shows_queue = True
+    shows_queue = errors_are_rows = True
 
     def __init__(self, asked: Asked) -> None:
         super().__init__(asked)
@@ -159,8 +160,7 @@ class ChatBackend(Backend):
                     tokens = tokens[0] + message.tokens[0], tokens[1] + message.tokens[1]
                 text, problem = self._caption(message)
         except (BadRequest, ResponseTooLarge) as error:  # about this request: its images, its length, its answer
-            without_address = error.message.removeprefix(info.url).lstrip(": ")  # which may be another for the next row
-            return [Answer(error=without_address, tokens=tokens)]
+            return [failed_row(error, info, tokens)]
         return [Answer(text, problem, tokens)]
 
     def _caption(self, message: Message) -> tuple[str, str]:

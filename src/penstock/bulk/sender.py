@@ -15,7 +15,7 @@ from typing import Final
 
 from penstock.bulk.endpoints import AGAIN, ENDS_THE_JOB, LATER, EndpointHealth, NotSent, ServerEndpoint, loop_time
 from penstock.bulk.limits import RateLimit
-from penstock.bulk.servers import ServerInfo, UploadChunk
+from penstock.bulk.servers import ServerInfo, UploadChunk, failed_row
 from penstock.bulk.types import Answer, Answers, Chunk, ChunkResult, OnResult, SendOptions, SendStats
 from penstock.client.response import HttpResponse
 from penstock.core.os_threads import new_event_loop
@@ -285,7 +285,11 @@ class _Delivery:
         if not isinstance(error, LATER):
             upload.attempts += 1
             if not isinstance(error, AGAIN) or upload.attempts >= self._options.attempts:
-                self._report(upload.chunk, undelivered(error, upload.attempts))
+                info, result = endpoint.info, undelivered(error, upload.attempts)
+                rows = (
+                    [failed_row(result, info)] * len(upload.chunk.captioned) if info.backend.errors_are_rows else None
+                )
+                self._report(upload.chunk, rows or result)
                 return
         self._retries += 1
         _logger.debug("server=%s frame=%d again=%s: %s", url, upload.chunk.frames[0], error.code, error.message)

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 from msgspec import Raw, Struct
 
-from penstock.bulk.types import Answers, Chunk, PixelMode
+from penstock.bulk.types import Answer, Answers, Chunk, PixelMode
 from penstock.client.calls import APIS
 from penstock.client.client import AsyncClient
 from penstock.client.endpoint import ConnectionLost, Endpoint, Unreachable, parse_url, tls_context
@@ -112,6 +112,7 @@ class Backend:
 
     `pixels` is how frames travel and `model` the name of the model unless the user chooses; `base64` makes JPEG files
     base64 where they are encoded, `headers` go with every request, and with `shows_queue`, /metrics is read.
+    With `errors_are_rows`, a chunk whose attempts are used up gets rows with an error, and its video goes on.
     docs/caption-backends.md is for authors.
     Raises ConfigError for what it cannot ask.
     """
@@ -121,6 +122,7 @@ class Backend:
     base64 = False
     headers: Headers = ()
     shows_queue = False
+    errors_are_rows = False
 
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
@@ -150,6 +152,11 @@ class Backend:
     def queued(self, metrics: str) -> int | None:
         """The requests that wait at a server, from its /metrics page; None if the page does not say."""
         return None
+
+
+def failed_row(error: PenstockError, info: ServerInfo, tokens: tuple[int, int] | None = None) -> Answer:
+    """The row of an error, without the server's address, which may be another in the next run."""
+    return Answer(error=error.message.removeprefix(info.url).lstrip(": "), tokens=tokens)
 
 
 class PenstockBackend(Backend):
