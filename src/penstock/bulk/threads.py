@@ -10,6 +10,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Protocol
@@ -36,6 +37,7 @@ from penstock.errors import PenstockError, describe
 
 _logger = logging.getLogger("penstock.bulk")
 
+SYNCS = 16  # files that are synced at the same time
 WAITING_ROWS = 32_768  # not on disk yet, a few MB: beyond this, decoders wait
 
 
@@ -121,6 +123,7 @@ class CaptionWriter:
         self.waiting_rows = 0  # accepted, and not lines yet
         self._room = threading.Condition()
         self._broken = False
+        self._syncs = ThreadPoolExecutor(SYNCS, "penstock-sync")
         self._thread = threading.Thread(target=self._run, name="penstock-writer", daemon=True)
 
     def start(self) -> None:
@@ -153,6 +156,7 @@ class CaptionWriter:
         self._queue.put(None)
         if self._thread.ident is not None:
             self._thread.join()
+        self._syncs.shutdown()
 
     def _run(self) -> None:
         running = True
@@ -163,8 +167,9 @@ class CaptionWriter:
             running = None not in group  # also if a result came while it was closed
             try:
                 changed = {task.video.name: task for step in group if step is not None and (task := step()) is not None}
-                for task in changed.values():
-                    self._commit(task)
+                # a head alone waits for the first row: a spool without rows is like none
+                ready = [task for task in changed.values() if task.new_rows or (task.lines and task.ended)]
+                self._commit([] if self._broken else ready)
             except Exception as e:  # the job must learn of any error rather than wait for ever
                 _logger.exception("the writer failed")
                 self._break(spool.SpoolError(f"the writer failed: {describe(e)}"))
@@ -250,27 +255,35 @@ class CaptionWriter:
         task.lines.append(spool.end_line(end))
         task.end = end
 
-    def _commit(self, task: VideoTask) -> None:
-        lines, rows, errors = task.lines, task.new_rows, task.new_errors
-        task.lines, task.new_rows, task.new_errors = [], 0, []
-        if not lines or self._broken:
-            return
-        try:
-            spool.append(task.path, b"".join(lines), overwrite=not task.valid_bytes)
-        except PenstockError as e:
-            self._break(e)
-            return
-        task.valid_bytes = 1
-        self._listener.committed(task.video, rows, errors)
-        if task.end is not None:
-            del self._tasks[task.video.name]
-            self._listener.closed(task.video, task.end)
+    def _commit(self, tasks: list[VideoTask]) -> None:
+        """Writes the lines of videos. A disk syncs several files, such as those of images, almost as fast as one."""
+        written = map(_append_lines, tasks) if len(tasks) < 2 else self._syncs.map(_append_lines, tasks)
+        for task, error in zip(tasks, written, strict=True):
+            if error is not None:
+                self._break(error)
+            if self._broken:
+                continue
+            rows, errors = task.new_rows, task.new_errors
+            task.lines, task.new_rows, task.new_errors, task.valid_bytes = [], 0, [], 1
+            self._listener.committed(task.video, rows, errors)
+            if task.end is not None:
+                del self._tasks[task.video.name]
+                self._listener.closed(task.video, task.end)
 
     def _break(self, error: PenstockError) -> None:
         """Writes nothing more after the disk has failed."""
         if not self._broken:
             self._broken = True
             self._listener.fatal(error)
+
+
+def _append_lines(task: VideoTask) -> PenstockError | None:
+    """The error of the disk, if there is one."""
+    try:
+        spool.append(task.path, b"".join(task.lines), overwrite=not task.valid_bytes)
+    except PenstockError as e:
+        return e
+    return None
 
 
 ReadChunks = Callable[..., Generator[Chunk, None, ReadResult]]

@@ -60,7 +60,9 @@ def writers() -> list[threading.Thread]:
 def test_a_result_that_comes_while_the_writer_closes_does_not_keep_it_from_ending(tmp_path: Path) -> None:
     made = Recorder()
     made.writer.close()
-    made.writer.begin(VideoTask(video(), tmp_path / "spool.jsonl", None))
+    task = VideoTask(video(), tmp_path / "spool.jsonl", None)
+    made.writer.begin(task)
+    made.writer.video_read(task, ReadResult(0, 5))
     made.writer.start()
     for thread in writers():
         thread.join(20)
