@@ -115,8 +115,9 @@ function show(view) {
   find("#about").textContent =
     `${find("#about").dataset.version}, up for ${seconds(view.now_s - began)}, ${view.connections} connections${unsent}`;
   events = [...events, ...view.events].slice(-MOST_EVENTS);
-  if (shownModel()) modelPage.show(view, events);
-  else {
+  if (shownModel()) {
+    if ("detail" in view) modelPage.show(view, events); // else the view is one of the page before
+  } else if ("runs" in view) {
     showModels(view);
     showRuns(view.runs);
   }
