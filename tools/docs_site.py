@@ -26,7 +26,7 @@ from penstock.serving.protocols.route import Template
 
 ROOT = Path(__file__).parents[1]
 ROOT_PAGES = {name: name.lower() for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")}
-LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\]\((?!https?:|#|mailto:|data:)([^)#\s]+)(#[^)\s]*)?\)")
 DIRECTIVE = re.compile(r"^::: ([\w.]+)\n(?:    .*\n|\n)*", re.M)
 
 _markdown: dict[str, str] = {}

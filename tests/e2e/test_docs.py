@@ -247,10 +247,11 @@ def test_the_steps_of_scaling_run(serve: Callable[..., Any], tmp_path: Path, mon
     command = re.search(r"penstock serve (app.py:digits .*)", (ROOT / page).read_text())
     assert command is not None
     assert serve(None, *command[1].split(), cwd=tmp_path).metric("penstock_workers", model="digits") == 4
-    follow, zoo = blocks(page, "toml")
+    follow, slow, zoo = blocks(page, "toml")
     zoo = zoo.replace('cpu = "8GB"\n', "").replace('"cuda:0" =', "cpu =").replace("cuda:0", "cpu")
     for name, text, model in (
         ("scale", follow, "digits"),
+        ("slow", slow, "digits"),
         ("zoo", re.sub("app.py:[A-Z][a-z]+", "app.py:digits", zoo), "rare"),
     ):
         (tmp_path / f"{name}.toml").write_text(text)

@@ -51,6 +51,7 @@ def test_the_commands_of_a_page_have_flags_that_there_are(page: Path) -> None:
     verbs = main.list_commands(click.Context(main))
     for verb, rest in CALL.findall(page.read_text()):
         if verb in verbs:
+            rest = re.sub(r'"[^"]*"|\'[^\']*\'', "", rest)  # the command of an --engine has flags of its own
             assert set(FLAG.findall(rest)) <= flags(verb), f"penstock {verb}{rest}"
 
 
