@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-RAMP_S = 1.5  # in which the connections come, so that the server sees small batches as well
+RAMP_S = 3.0  # in which the connections come, so that the server sees small batches as well
 GAIN_ROUNDS = 3  # of a server before and after the change, of which the median counts
 MEASURED_S = 6.0  # of answers, before and after a change
 JSON = "application/json"
@@ -285,12 +285,12 @@ CASES = (
     ),
     Case(
         "batch limit",
-        sleeps(0.01, 0.0005),
+        sleeps(0.02, 0.0005),
         Load(64),
         {"batching.max_batch_size": "4"},
         number("batching.max_batch_size"),
     ),
-    Case("too few instances", sleeps(0.0, 0.004), Load(64), {"batching.max_batch_size": "8"}, number("instances")),
+    Case("too few instances", sleeps(0.0, 0.01), Load(64), {"batching.max_batch_size": "8"}, number("instances")),
 )
 
 

@@ -17,7 +17,8 @@ from msgspec import Struct
 # choices, except where a measurement is named
 BUSY: Final = 0.9  # share of the time in which an instance has a batch: more is never idle
 FULL: Final = 0.9  # share of max_batch_size
-LOOP_CPU: Final = 0.3  # of a core: a loop that waits for a core longer than it runs is not the limit, the machine is
+LOOP_BUSY: Final = 0.8  # share of the time: it must wait for the instances, too
+LOOP_CPU: Final = 0.15  # of a core: a loop that only waits for a core is not the limit, the machine is
 BIG_BYTES: Final = 64 * 1024  # larger bodies are received into the pool
 CROWDED: Final = 1.3  # runnable threads of workers for each core
 PADDED: Final = 0.3  # share of the work that is padding
@@ -27,6 +28,7 @@ UNSENT_BYTES: Final = 2**20  # of responses, at all times: less fits into the bu
 REFUSED: Final = 0.01  # share of the requests
 LAG: Final = 0.5  # round trip to the broker, beside the run of a batch
 LAG_S: Final = 0.002  # a broker in the same network answers sooner
+RUNNING: Final = 0.8  # share of the rows in flight that can run; the others are on their way (simulated closed loops)
 WORTH: Final = 1.1  # smaller gains are not worth a restart
 MUCH: Final = 1.4  # of a batch twice as large: over half of the time of the present one is set-up cost
 
@@ -102,8 +104,8 @@ class Reading(Struct, frozen=True, kw_only=True):
     @property
     def loop_bound(self) -> bool:
         """The thread of the event loop was never idle, but the instances were."""
-        server, instances = self.server, self.working < BUSY * self.up
-        return self.answers > 0 and server.loop_busy >= BUSY and server.loop_cpu >= LOOP_CPU and instances
+        server, instances = self.server, self.working < 0.5 * self.up
+        return self.answers > 0 and server.loop_busy >= LOOP_BUSY and server.loop_cpu >= LOOP_CPU and instances
 
     @property
     def crowded(self) -> bool:
@@ -123,7 +125,7 @@ class Reading(Struct, frozen=True, kw_only=True):
 
     def times(self, instances: int, max_batch_size: int) -> float:
         """How many times as many rows per second so many instances would answer with this batch limit."""
-        rows = min(max(1.0, self.in_flight_rows / instances), float(max_batch_size))
+        rows = min(max(1.0, RUNNING * self.in_flight_rows / instances), float(max_batch_size))
         now = self.up * self.rows / self._run_s(self.rows) if self.rows else 0.0
         return instances * rows / self._run_s(rows) / now if now else 1.0
 
@@ -134,8 +136,9 @@ class Reading(Struct, frozen=True, kw_only=True):
 
     @property
     def larger(self) -> int:
-        """The batch limit to try next. Twice the present one: the learned line was not seen farther out."""
-        return self.max_batch_size * (2 if self.in_flight_rows > self.up * self.max_batch_size else 1)
+        """The batch limit to try next: twice the present one, because the learned line was not seen farther out. Some
+        rows must wait beside such a batch, or the instance waits for the clients."""
+        return self.max_batch_size * (2 if self.in_flight_rows >= 3 * self.up * self.max_batch_size else 1)
 
     @property
     def more(self) -> int:

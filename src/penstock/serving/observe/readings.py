@@ -132,6 +132,7 @@ class Readings:
         batches, requests = max(work.batches, 1), max(work.requests, 1)
         done, padding = b.done - a.done, b.padding - a.padding
         cpu, runnable, gpu = self._processes(model)
+        fixed_s, row_s = _line(explained)
         return Reading(
             name=status.name,
             version=status.version,
@@ -153,8 +154,8 @@ class Readings:
             decode_s=max(0.0, work.prepare_s - work.preprocess_s) / batches,
             preprocess_s=work.preprocess_s / batches,
             run_s=work.run_s / batches,
-            fixed_s=float(explained.get("a_s", 0.0)),
-            row_s=float(explained.get("b_s", 0.0)),
+            fixed_s=fixed_s,
+            row_s=row_s,
             helping=model.helpers // max(1, status.ready_instances),
             texts="sent_tokens" in explained,
             padded=padding / (done + padding) if padding > 0 else 0.0,
@@ -183,6 +184,17 @@ class Readings:
 def _counts(model: ModelSnapshot, work: Work) -> _Counts:
     done, padding = _padding(model.scheduler)
     return _Counts(work, model.busy_s, model.arrived_bytes, model.arrived_rows, done, padding, model.in_flight)
+
+
+def _line(explained: Mapping[str, Any]) -> tuple[float, float]:
+    """Seconds of a batch, and of each row of it. Under a load that fills all batches the scheduler gives up its line;
+    the smaller batches that it saw before still say more than that a batch of no rows takes no time."""
+    points = sorted(explained.get("points", ()))
+    if not explained.get("fitted") and points and points[-1][0] >= 1.5 * points[0][0]:
+        (least, short_s, _), (most, long_s, _) = points[0], points[-1]
+        row_s = max(0.0, (long_s - short_s) / (most - least))
+        return max(0.0, long_s - row_s * most), row_s
+    return float(explained.get("a_s", 0.0)), float(explained.get("b_s", 0.0))
 
 
 def _padding(explained: Mapping[str, Any]) -> tuple[float, float]:

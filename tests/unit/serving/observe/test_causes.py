@@ -33,8 +33,8 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str, float | None]] = {
     "out of memory": ({"ceiling": 6}, {}, "max_batch_size = 6", None),
     "broker lag": ({}, {"broker_s": 0.02}, "beside the broker", None),
     "slow clients": ({}, {"unsent_bytes": 5e6}, "proxy", None),
-    "big bodies": ({"body_bytes": 1e6, "busy": 2.0}, LOOP, "smaller bodies", 2.0),
-    "small bodies": ({"busy": 2.0}, LOOP, "several items in one request", None),
+    "big bodies": ({"body_bytes": 1e6, "busy": 2.0, "working": 0.5}, LOOP, "smaller bodies", 2.0),
+    "small bodies": ({"busy": 2.0, "working": 0.5}, LOOP, "several items in one request", None),
     "too many threads": (BUSY | {"cpu": 1.8, "runnable": 7.0}, {"runnable": 7.0}, "threads = 1", None),
     "too many instances": (
         {"up": 8, "busy": 8.0, "working": 7.9, "cpu": 1.9, "runnable": 7.8, "in_flight_rows": 64.0, "rows": 8.0},
@@ -48,7 +48,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str, float | None]] = {
     "GPU starved": (BUSY | {"gpu": 0.2}, {}, "preprocess_processes", None),
     "queue bound": ({"refused": 100.0, "max_queue": 8}, {}, "max_queue = 256", 4 / 3),
     "batch limit": (
-        BUSY | {"rows": 8.0, "in_flight_rows": 32.0},
+        BUSY | {"rows": 8.0, "in_flight_rows": 48.0},
         {"idle": 0.0},
         "max_batch_size = 16",
         (16 / 20) / (8 / 12),

@@ -43,6 +43,16 @@ def test_a_reading_has_rates_and_means_of_the_last_seconds() -> None:
     assert (found.server.unsent_bytes, found.server.pool) == (6, 0.5)
 
 
+def test_the_cost_of_small_batches_is_remembered_while_all_are_full() -> None:
+    readings = Readings()
+    points = [(4.0, 0.022, 30.0), (2.0, 0.021, 1.0)]
+    for second in range(2):
+        readings.add(second, server(scheduler={"a_s": 0.0, "b_s": 0.0055, "fitted": False, "points": points}), {})
+    assert (readings.read()[0].fixed_s, readings.read()[0].row_s) == pytest.approx((0.02, 0.0005))
+    readings.add(2, server(scheduler={"a_s": 0.0, "b_s": 0.0055, "fitted": False, "points": points[:1]}), {})
+    assert (readings.read()[0].fixed_s, readings.read()[0].row_s) == (0.0, 0.0055)
+
+
 def test_a_death_is_news_for_a_minute_and_a_leak_until_the_worker_is_replaced() -> None:
     readings = Readings()
     readings.add(0.0, server(), {KEY: Work(died=5)})
