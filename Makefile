@@ -124,7 +124,8 @@ $(VENV)/.release: pyproject.toml constraints.txt | $(BIN)/python
 # scenedetect requires the variant of OpenCV with windows, which replaces the files of the one without
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev]'
-	$(PIP) --no-deps scenedetect torchcodec
+	$(PIP) --no-deps scenedetect
+	$(PIP) --no-deps torchcodec || echo "tests of torchcodec are skipped"
 	@touch $@ $(VENV)/.demo $(VENV)/.captions
 
 $(PEERS)/.peers: constraints.txt | $(BIN)/python

@@ -93,7 +93,7 @@ class _Line(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
 class SpoolState(Struct, frozen=True):
     """The valid content of a spool: its video, number of rows, last position, end, size in bytes, and gaps.
 
-    `similar` counts the near-duplicates so far, and `caption` is the last one.
+    `similar` counts the near-duplicates so far, and `answer` is the last row's.
     """
 
     head: SpoolHead
