@@ -80,7 +80,7 @@ def _take(urls: dict[str, str], folder: Path) -> None:
             thread.start()
         time.sleep(LOADED_S)
         (PICTURES / "dashboard.png").write_bytes(browser.picture())
-        browser.resize(1280, 1500)
+        browser.resize(1280, 1750)
         browser.run("location.hash = '#model/rank/1'")
         browser.wait_for("document.querySelectorAll('#model .lane rect').length > 5")
         time.sleep(2.0)  # the charts have their width
