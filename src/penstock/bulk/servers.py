@@ -59,7 +59,7 @@ class ServersDiffer(PenstockError):
 class ServerInfo(Struct, frozen=True, kw_only=True):
     """A server, its model, and the model's description; every request carries `token`. `ca`: see `tls_context`.
 
-    `height` and `width` are those of every frame; a model with `max_pixels` takes any size up to that instead.
+    Every frame has `height` and `width`; a model with `max_pixels` takes any size up to that instead.
     `concurrent` is the number of requests to begin with at a server that forms its batches while it runs.
     """
 

@@ -256,7 +256,7 @@ class CaptionWriter:
         task.end = end
 
     def _commit(self, tasks: list[VideoTask]) -> None:
-        """Writes the lines of videos. A disk syncs several files, such as those of images, almost as fast as one."""
+        """Writes the lines of videos. A disk syncs several files, such as one an image, almost as fast as one."""
         written = map(_append_lines, tasks) if len(tasks) < 2 else self._syncs.map(_append_lines, tasks)
         for task, error in zip(tasks, written, strict=True):
             if error is not None:

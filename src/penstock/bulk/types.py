@@ -126,7 +126,7 @@ class Gap(Struct, frozen=True, omit_defaults=True):
 
 class CaptionRow(Struct, frozen=True):
     """One caption, or the `error` in its place. `time_s` counts from the video's first frame; `pts` is in units of its
-    stream; `tokens` are those of the prompt and of the completion, if the server counts them."""
+    stream; `tokens` counts the prompt's and the completion's tokens, if the server does."""
 
     frame: int
     time_s: float

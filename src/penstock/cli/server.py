@@ -310,7 +310,7 @@ class Server:
     def _guards(self, tokens: Mapping[str, frozenset[bytes]], name: str) -> dict[str, frozenset[bytes] | None]:
         """The tokens that open the routes of a listener which change the server; None closes them.
 
-        Without tokens for management, those of the listener open them, if only this machine can connect.
+        Without tokens for management, the listener's tokens open them, if only this machine can connect.
         """
         s = self._config.server
         on_page = name == "metrics"

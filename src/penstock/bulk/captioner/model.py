@@ -76,7 +76,7 @@ class TransformersCaptioner:
     ) -> None:
         """`model` is a folder or a name on the Hugging Face Hub; `random_weights` needs only its config.json.
 
-        Captions have `min_new_tokens` to `max_new_tokens` tokens. The other options are those of `NetworkOptions`.
+        Captions have `min_new_tokens` to `max_new_tokens` tokens. `NetworkOptions` describes the other options.
         Raises ConfigError.
         """
         name = model or self.default_model

@@ -204,7 +204,7 @@ KINDS: Final = {
 
 
 class Network:
-    """A loaded network. The same pixels give the same caption; with a temperature, those of the same row number do."""
+    """A loaded network. The same pixels give the same caption; with a temperature, at the same row number."""
 
     def __init__(
         self,

@@ -8,7 +8,8 @@ models: it is what a load would be needed for.
 The probability is predicted from past uses. A long memory is exact while popularity stays, and wrong for long after it
 has changed; a short one follows at once, and is never exact. So several memories predict. Each weighs as much as the
 probability that it gave the uses of the last loads (a mixture of experts). Memories last for numbers of loads, not of
-seconds or requests: a slow turnover needs a longer one, and the requests of one model must not hide those of others.
+seconds or requests: a slow turnover needs a longer one, and the requests of one model must not hide the
+requests of others.
 """
 
 import math

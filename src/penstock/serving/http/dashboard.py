@@ -159,7 +159,7 @@ class Dashboard:
         return verdict(self._snapshot.models, last, findings(self._readings.read()))
 
     def _events(self) -> tuple[Sequence[Event], Sequence[Event]]:
-        """The events that were sent in an earlier second, and those of this one."""
+        """The events that were sent in an earlier second, and the new ones."""
         events = list(self._history.events)
         new = len(events) - min(self._history.event_count - self._sent_events, len(events))
         return events[:new], events[new:]

@@ -360,7 +360,7 @@ class Listener:
 
 
 def reading_of(listeners: Iterable[Listener]) -> ListenerSnapshot:
-    """The sums of the listeners of one protocol, those of connections from the last sweep."""
+    """The sums over the listeners of one protocol; the unread bytes are from the last sweep."""
     both = list(listeners)
     unsent_bytes = sum(connection.unread for listener in both for connection in listener.connections)
     return ListenerSnapshot(unsent_bytes, sum((listener.counts.errors for listener in both), Counter()))

@@ -109,7 +109,7 @@ class Reading(Struct, frozen=True, kw_only=True):
 
     @property
     def crowded(self) -> bool:
-        """The threads of the workers wait for cores, and those of this model too."""
+        """The threads of the workers, of this model too, wait for cores."""
         enough = self.server.runnable >= CROWDED * self.server.cores
         return self.batches > 0 and self.up > 0 and enough and self.runnable > self.cpu
 

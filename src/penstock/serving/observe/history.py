@@ -3,7 +3,7 @@
 # The charts of the dashboard begin in the past, so the server keeps an hour by itself: the last minutes second by
 # second, and all of it in steps of ten seconds. Counters come from the Prometheus observer and Triton's statistics,
 # once a second. Only latencies are gathered here, because few buckets give no percentiles. A second takes one packed
-# row of 4 bytes for each value: 70 kB an hour of a model. Times are those of a clock that is never set.
+# row of 4 bytes for each value: 70 kB an hour of a model. Times come from a clock that is never set.
 
 from __future__ import annotations
 

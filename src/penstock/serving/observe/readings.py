@@ -66,7 +66,7 @@ class _Sample(NamedTuple):
 
 
 class Readings:
-    """The readings of the last LOOKED_S. `add` is called once a second; `machine` is None while nobody looks."""
+    """The readings of the last LOOKED_S. `add` is called once a second; `machine` is None without a viewer."""
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque(maxlen=LOOKED_S + 1)

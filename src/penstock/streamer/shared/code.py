@@ -1,6 +1,6 @@
 """The code of a shared model, as a digest: a batcher keeps the code that it has loaded, so it is for equal code alone.
 
-The files are those of the model's modules and of all modules that they import, also within functions. Imports are read
+The files belong to the model's modules and to all modules that they import, also within functions. Imports are read
 from the text: which modules are loaded differs between the processes of one application. Of an installed package, the
 time of its installation counts: reading all of its files takes seconds. The places of files count too, because a model
 reads its weights beside them.

@@ -234,7 +234,7 @@ class Offer(Struct):
         return msgspec.structs.replace(self, settings={**self.settings, CODE: code_digest(self.packed_target())})
 
     def differences(self, settings: Mapping[str, str]) -> str:
-        """Between the `settings` of another batcher and those of this offer."""
+        """Between the `settings` of another batcher and of this offer."""
         return ", ".join(
             f"{name} is {settings.get(name, '(unknown)')} there and {mine} here"
             for name, mine in self.settings.items()
