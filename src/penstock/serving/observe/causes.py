@@ -31,6 +31,7 @@ LAG_S: Final = 0.002  # a broker in the same network answers sooner
 RUNNING: Final = 0.8  # share of the rows in flight that can run; the others are on their way (simulated closed loops)
 WORTH: Final = 1.1  # smaller gains are not worth a restart
 MUCH: Final = 1.4  # of a batch twice as large: over half of the time of the present one is set-up cost
+WAITS: Final = 0.05  # cores of an instance that mostly waits for a device or a network: a choice
 
 
 class ServerReading(Struct, frozen=True, kw_only=True):
@@ -144,8 +145,14 @@ class Reading(Struct, frozen=True, kw_only=True):
     def more(self) -> int:
         """Instances that the idle cores have room for, at most twice as many."""
         each = self.cpu / self.up if self.up else 0.0
-        room = self.up if each < 0.05 else int(self.server.idle / each + 0.2)
+        room = self.up if each < WAITS else int(self.server.idle / each + 0.2)
         return self.up + min(self.up, room)
+
+    @property
+    def spare_cores(self) -> str:
+        """Why further instances find room."""
+        waits = self.cpu / self.up < WAITS if self.up else False
+        return "its batches hardly use the processor" if waits else f"{self.server.idle:.1f} cores are idle"
 
     @property
     def larger_pays(self) -> bool:
@@ -372,8 +379,8 @@ CAUSES: Final = (
         "penstock_busy_seconds_total",
         lambda r: r.saturated and r.gpu is None and r.more > r.up and r.multiplied() >= WORTH,
         lambda r: (
-            f"all {r.up} instances are busy, {r.in_flight_rows:.0f} rows wait or run, and"
-            f" {r.server.idle:.1f} cores are idle"
+            f"{'its instance is' if r.up == 1 else f'all {r.up} instances are'} busy, {r.in_flight_rows:.0f} rows wait"
+            f" or run, and {r.spare_cores}"
         ),
         lambda r: f"set instances = {r.more}",
         lambda r: r.multiplied(),
