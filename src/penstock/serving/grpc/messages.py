@@ -220,9 +220,9 @@ def read_head(headers: Headers, find: Callable[[str], Method | None]) -> CallHea
             return None
         timeout_s = min(int(timeout[:-1]) * UNITS[timeout[-1:]], LONGEST_S)
     nbytes = len(path) + sum([FIELD_BYTES + len(name) + len(value) for name, value in metadata])
-    named = {name: value for name, value in metadata if name in (b"authorization", b"traceparent")}
+    token = next((value for name, value in metadata if name == b"authorization"), None)  # the first one decides
+    trace = next((value for name, value in metadata if name == b"traceparent"), b"").decode("latin-1")
     encoding = own.get(b"grpc-encoding", b"identity")
-    token, trace = named.get(b"authorization"), named.get(b"traceparent", b"").decode("latin-1")
     return CallHead(path, find(path), metadata, timeout_s, encoding, status, nbytes, token, trace)
 
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,10 @@ from penstock.torchserve.cli.pid_file import pid_path
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "run"))
-    return tmp_path / "run"
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as short:  # a socket has room for about a hundred characters
+        monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", f"{short}/run")
+        yield Path(short, "run")
 
 
 def test_a_name_is_a_socket_in_a_directory_for_this_user_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
