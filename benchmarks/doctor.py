@@ -4,7 +4,7 @@
 
 Prints for each cause how often it was named first. With `--gains` the change of a cause is also made, and the rate of
 answers after it is compared with the predicted one. Most models sleep in place of a device, so that the results do not
-depend on the cores of the machine; what is about cores computes.
+depend on the cores of the machine; models of causes about cores compute.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What do traces cost: requests/s of `http_echo`'s small JSON at 64 connections, without tracing, at 1 % and at 10 %?
 
 The collector, a process of its own, reads the spans and answers; it does not look at them. Tracing has its default
-bound of 50 requests a second; "10 %, unbounded" shows what that saves. CPU is that of the server's process.
+bound of 50 requests a second; "10 %, unbounded" shows what that saves. CPU counts the server's process.
 """
 
 from __future__ import annotations

@@ -363,8 +363,8 @@ def model_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[Any]:
-    """A Ray cluster of one node with 8 CPUs, to which this process is connected."""
+def ray_cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A Ray cluster to which this process is connected. Its one node has 8 CPUs, or the file's `HEAD_CPUS`."""
     ray = pytest.importorskip("ray", reason="needs the extra ray")
     from ray.cluster_utils import Cluster
 
@@ -372,7 +372,7 @@ def ray_cluster() -> Iterator[Any]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_gcs_server_port_wait_time_s", "120")  # beside other tests a head took more than 30 s
         soon = {"health_check_period_ms": 500, "health_check_failure_threshold": 3}  # a killed node is noticed
-        head = {"num_cpus": 8, "include_dashboard": False, "_system_config": soon}
+        head = {"num_cpus": getattr(request.module, "HEAD_CPUS", 8), "include_dashboard": False, "_system_config": soon}
         cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
         ray.init(address=cluster.address, configure_logging=False, log_to_driver=False)
         yield cluster

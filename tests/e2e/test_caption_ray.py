@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # sockets that Ray leaves open
 ]
 CLIPS, FRAMES = 6, 120
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A cluster whose head runs no tasks, to which this process is connected."""
-    ray = pytest.importorskip("ray", reason="needs the extra ray")
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_gcs_server_port_wait_time_s", "120")
-        soon = {"health_check_period_ms": 500, "health_check_failure_threshold": 3}  # a killed node is noticed
-        head = {"num_cpus": 0, "include_dashboard": False, "_system_config": soon}
-        found = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
-        ray.init(address=found.address, configure_logging=False, log_to_driver=False)
-        yield found
-        ray.shutdown()
-        found.shutdown()
+HEAD_CPUS = 0  # tasks run on other nodes
 
 
 def slow(request: Incoming, server: FakeCaptioner) -> None:
@@ -47,7 +29,7 @@ def slow(request: Incoming, server: FakeCaptioner) -> None:
     answered(request, server)
 
 
-def test_two_of_three_nodes_are_lost_and_each_frame_is_captioned_once(cluster: Any, tmp_path: Path) -> None:
+def test_two_of_three_nodes_are_lost_and_each_frame_is_captioned_once(ray_cluster: Any, tmp_path: Path) -> None:
     one, many = tmp_path / "one", tmp_path / "many"
     for folder in (one, many):
         folder.mkdir()
@@ -63,7 +45,7 @@ def test_two_of_three_nodes_are_lost_and_each_frame_is_captioned_once(cluster: A
         assert set(once.values()) == {CLIPS}
         server.seen.clear()
         server.script_next(*[slow] * 10_000)
-        nodes = [cluster.add_node(num_cpus=2) for _ in range(3)]
+        nodes = [ray_cluster.add_node(num_cpus=2) for _ in range(3)]
         lost: list[Any] = []
 
         def lose() -> None:
@@ -71,7 +53,7 @@ def test_two_of_three_nodes_are_lost_and_each_frame_is_captioned_once(cluster: A
                 before = len(server.seen)
                 while len(server.seen) < before + 20:
                     time.sleep(0.01)
-                cluster.remove_node(node, allow_graceful=False)
+                ray_cluster.remove_node(node, allow_graceful=False)
                 lost.append(node)
 
         losing = threading.Thread(target=lose)
@@ -87,12 +69,12 @@ def test_two_of_three_nodes_are_lost_and_each_frame_is_captioned_once(cluster: A
 
 
 def test_a_cluster_without_processors_and_a_wrong_address_are_refused(
-    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_clip(tmp_path / "a.mp4", 5)
     monkeypatch.chdir(tmp_path)
-    for node in [node for node in cluster.worker_nodes]:
-        cluster.remove_node(node, allow_graceful=False)
+    for node in [node for node in ray_cluster.worker_nodes]:
+        ray_cluster.remove_node(node, allow_graceful=False)
     with FakeCaptioner() as server:
         # soon after the loss of the last node it is found at the start, before that by a task that waits
         done = CliRunner().invoke(caption, ["a.mp4", "--server", server.url, "--ray=auto", "--progress", "none"])

@@ -164,7 +164,7 @@ class ChatBackend(Backend):
         return [Answer(text, problem, tokens)]
 
     def _caption(self, message: Message) -> tuple[str, str]:
-        """The caption of a message, and what is wrong with it, or "". What was cut is kept."""
+        """The caption of a message, and its fault, or "". What was cut is kept."""
         if problem := message.problem:
             return message.text.strip(), problem
         return (message.text.strip(), "") if self._check is None else self._check(message.text)
@@ -263,7 +263,7 @@ _decode = msgspec.json.Decoder(_Completion).decode
 def read_message(response: HttpResponse, url: str) -> Message:
     """The message of a response.
 
-    Raises as `check_status` does, also for an error with status 200, and WrongAnswer for what is no completion.
+    Raises as `check_status` does, also for an error with status 200, and WrongAnswer for a body that is no completion.
     """
     if response.status == 404:  # the model was there when the job began
         raise ServerFault(f"{url} answered 404: {one_line(response.text)}")
@@ -295,7 +295,7 @@ def _status_within(response: HttpResponse) -> int:
 
 
 def schema_check(schema: dict[str, Any]) -> Callable[[str], tuple[str, str]]:
-    """A function of a text that returns it as JSON, without blanks, and "", or "" and what is wrong with it.
+    """A function of a text that returns it as JSON, without blanks, and "", or "" and its fault.
 
     Raises ConfigError if the schema is not one.
     """

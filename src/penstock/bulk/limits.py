@@ -11,7 +11,7 @@ BURST_S: Final = 1.0  # of a minute's units, at the beginning and after a pause
 class RateLimit:
     """A token bucket that may be in debt: what a request costs is known only after it.
 
-    In any time, what is spent is at most the rate times this time, the burst, and the cost of the last request.
+    In any time, the units spent are at most the rate times this time, the burst, and the cost of the last request.
     """
 
     def __init__(self, per_minute: float) -> None:

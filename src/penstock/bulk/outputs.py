@@ -192,7 +192,7 @@ class RowWriter(OutputWriter):
 def _open_file(path: Path, columns: Sequence[str], form: bool) -> Iterator[OutputWriter]:
     """The writer of one file in the format of its suffix: an object a line, a spreadsheet's dialect, or Parquet.
 
-    In objects, captions of a `form` are values instead of texts, and what is missing is left out.
+    In objects, captions of a `form` are values instead of texts, and missing ones are left out.
     """
     suffix = path.suffix.lower()
     with atomic_file(path) as file:

@@ -99,7 +99,7 @@ class RayCaptions:
         return JobParts(read_chunks=self.read_chunks, sender=self._as_sender)
 
     def _check_cpus(self) -> int:
-        """Those of all nodes that are alive. Raises NoNode if there is none: tasks would wait for ever."""
+        """The CPUs of all nodes that are alive. Raises NoNode if there is none: tasks would wait for ever."""
         cpus = int(self._ray.cluster_resources().get("CPU", 0))
         if cpus < 1:
             raise NoNode("the Ray cluster has no CPU for a task: add a node, or start it with --num-cpus")

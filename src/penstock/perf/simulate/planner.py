@@ -3,7 +3,7 @@
 The scheduler that serves runs in virtual time. The search uses the busiest part of the arrivals, because an SLO that
 holds over a day may be missed for an hour. The settings that it finds suit these arrivals better than others: among
 many settings, one meets the SLO by luck. So the plan is judged on other arrivals, and has more instances if it misses
-the SLO there; its figures are those of these other arrivals. It is then replayed over all arrivals.
+the SLO there; its figures come from these other arrivals. It is then replayed over all arrivals.
 """
 
 import math

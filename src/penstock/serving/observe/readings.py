@@ -46,7 +46,7 @@ class Machine(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """What is kept of a model each second."""
+    """The figures of a model in one second."""
 
     work: Work
     busy_s: float
