@@ -110,7 +110,7 @@ class LoadConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
-            self._run.abort(error.__context__ or error)
+            self._run.abort(error)  # unless `on_message_complete` has given the cause
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             index, self.index = self.index, -1
             if index >= 0 and not self._run.over:
@@ -135,12 +135,16 @@ class LoadConnection(asyncio.Protocol):
         if index < 0 or run.over:  # an unsolicited or superfluous response
             self.transport.abort()
             return
-        run.answer(index, status, self._body)
-        self._body.clear()
-        if self._parser.should_keep_alive():
-            run.free(self)
-        else:
-            self.transport.close()
+        try:
+            run.answer(index, status, self._body)
+            self._body.clear()
+            if self._parser.should_keep_alive():
+                run.free(self)
+            else:
+                self.transport.close()
+        except BaseException as error:  # here, because the parser may name another error as the cause of its own
+            run.abort(error)
+            raise
 
     def connection_lost(self, error: Exception | None) -> None:
         index, self.index = self.index, -1

@@ -502,8 +502,11 @@ def test_an_error_of_the_check_is_raised(virtually: Virtually, work: Any) -> Non
     def check(number: int, status: int, body: bytes) -> bool:
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        virtually(work(check=check), Server())
+    try:
+        raise LookupError
+    except LookupError:  # which the parser takes for the cause of its own error
+        with pytest.raises(ZeroDivisionError):
+            virtually(work(check=check), Server())
 
 
 @BOTH
