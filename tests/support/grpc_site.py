@@ -124,8 +124,8 @@ class Site:
 
 
 @asynccontextmanager
-async def site(models: Any = None, pool_bytes: int = 2**26, **limits: Any) -> AsyncIterator[Site]:
-    backend = FakeBackend(models, pool_bytes)
+async def site(models: Any = None, pool_bytes: int = 2**26, backend: Any = None, **limits: Any) -> AsyncIterator[Site]:
+    backend = backend or FakeBackend(models, pool_bytes)
     config = LimitsConfig(**limits)
     service = OpenInferenceService(backend, 64, 60.0)
     services = [GrpcService(NAME, [service], raw=RAW_CALLS, direct=DIRECT_CALLS)]

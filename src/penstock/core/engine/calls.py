@@ -40,6 +40,8 @@ class Call(Struct, eq=False):
     def settle(self, result: ItemResult, reason: str = "") -> None:
         """Delivers the final response, once, unless the caller left. `reason`: why a model did not answer."""
         sink, self.sink = self.sink, None
+        if self.item.trace is None:
+            self.item.source = None  # which may refer to this call: the garbage collector would have to find it
         if sink is not None:
             self.end = reason or ("ok" if result.error is None else "failed")
             try:
@@ -174,6 +176,7 @@ class Notifier:
             if call.item.trace is not None:
                 times = call.entry.arrival_s, now
                 notify(self._end_observers, "on_traced_end", self._name, self._version, call.item, *times, call.end)
+                call.item.source = None
         latencies, failed = [now - c.entry.arrival_s for c in calls if c.end == "ok"], 0
         if len(latencies) < len(calls):
             for call in calls:

@@ -56,7 +56,10 @@ async def result_of(submit: Callable[[Sink], Ticket]) -> Any:
         ticket.cancel()
         raise
     if result.error is not None:
-        raise result.error
+        try:
+            raise result.error
+        finally:  # its traceback refers to this frame: a cycle would keep the payload until the next collection
+            del result, ticket, future, sink
     return result.body
 
 

@@ -462,8 +462,7 @@ class BatchRunner:
                 failed = ours(error.message, retry_after_s=error.retry_after_s, detail=error.detail or text)
                 return _with_original(failed, error)
             error.detail = error.detail or text
-            error.__traceback__ = error.__context__ = error.__cause__ = None  # frames keep payloads alive
-            return error
+            return _without_frames(error)
         kind = type(error).__name__
         key = f"{doing} {describe(error)}"
         if self._log_limiter.admits(key):
@@ -502,6 +501,12 @@ def _are_plain(results: list[Any]) -> bool:
     return not any([kind is Headed or issubclass(kind, Exception) for kind in set(map(type, results))])
 
 
+def _without_frames(error: PenstockError) -> PenstockError:
+    """The error without its traceback and causes, whose frames keep payloads alive."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error
+
+
 def _with_original(failed: PenstockError, error: BaseException) -> PenstockError:
     """`failed` with the model's exception, for callers in Python."""
     # a StopIteration cannot be raised in a coroutine
@@ -529,6 +534,6 @@ def _units(item: Item, value: Any) -> list[Any]:
 
 def _decode_error(error: Exception) -> PenstockError:
     if isinstance(error, PenstockError):
-        return error
+        return _without_frames(error)
     text = "".join(traceback.format_exception(error))
     return BadRequest(f"the payload cannot be decoded: {type(error).__name__}", detail=text)
