@@ -71,6 +71,8 @@ class Runner(Protocol):
 
     def call(self, values: list[Any], explain: bool = ...) -> Any: ...
 
+    def decode(self, items: list[Item], early: bool = ...) -> "Decoded": ...
+
     def preprocessed(self, values: list[Any], items: list[Item]) -> list[Any]: ...
 
     def error_of(self, error: BaseException, doing: str = ...) -> PenstockError: ...
@@ -205,6 +207,8 @@ class BatchRun:
         units = [u for u in units if self.outcomes[u] is _NOTHING]
         if split and self._unmarked.isdisjoint(units) and not isinstance(error, Cancelled):
             traceback.clear_frames(error.__traceback__)  # they hold the memory of the failed call
+            self._renew(units)
+            units = [u for u in units if self.outcomes[u] is _NOTHING]
             step = (len(units) + 1) // 2
             if memory and (ladder := self.runner.model.ladder) is not None:  # a half may be padded to the same size
                 step = min(step, ladder.down(self._padded_rows(units) - 1) or step)
@@ -215,6 +219,24 @@ class BatchRun:
             self._fail(units, OutOfMemory(text, detail=self.runner.error_of(error).detail))
         else:
             self._fail(units, self.runner.error_of(error))
+
+    def _renew(self, units: list[int]) -> None:
+        """Decodes these units again: the model may have changed their values in the call that failed."""
+        d, runner = self.d, self.runner
+        if runner.model.phases is not None:  # it received copies
+            return
+        places = list(dict.fromkeys(d.owners[u] for u in units))
+        again = BatchRun(runner, self.batch_id, runner.decode([d.items[i] for i in places], early=False), self.emit)
+        if again.d.errors:  # without memory, for instance
+            self._fail(units, next(iter(again.d.errors.values())))
+            return
+        again.preprocess()
+        both = zip(again.d.values, again.outcomes, strict=True)
+        found = dict(zip([u for u, i in enumerate(d.owners) if i in places], both, strict=True))
+        for u in units:
+            d.values[u], self.outcomes[u] = found[u]
+        for i, context in zip(places, again.d.contexts, strict=False):  # objects have none
+            d.contexts[i] = context
 
     def _stream(self, units: list[int], steps: Iterator[Any]) -> None:
         """Sends every step as a part. Raises the model's error."""

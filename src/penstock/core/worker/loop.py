@@ -74,8 +74,9 @@ class BatchRunner:
         beside = any(hook is not None for hook in hooks) or model.asked or model.overlaps  # states may be none yet
         self._only_predicts = not beside and batching.rows != "none"
 
-    def decode(self, items: list[Item]) -> Decoded:
-        """The values of the items; an item that cannot be decoded becomes an error."""
+    def decode(self, items: list[Item], early: bool = True) -> Decoded:
+        """The values of the items; an item that cannot be decoded becomes an error. `early`: also does what may go
+        before `run`."""
         started = time.perf_counter()
         decoded = Decoded(items)
         if self._only_predicts and (values := _objects(items)) is not None:
@@ -87,7 +88,7 @@ class BatchRunner:
         if None not in values:
             decoded.values, decoded.contexts, decoded.owners = values, contexts, list(range(len(items)))
             decoded.checked = True
-            if self._empty is not None:
+            if early and self._empty is not None:
                 decoded.staged = self._staged(values)
         else:
             for i, item in enumerate(items):
@@ -97,9 +98,9 @@ class BatchRunner:
                 decoded.contexts.append(context)
                 decoded.values += units
                 decoded.owners += [i] * len(units)
-        if self.model.helpers is not None and self.model.submit is None:
+        if early and self.model.helpers is not None and self.model.submit is None:
             self._preprocess_early(decoded)
-        if self.model.collate is not None and self.batching.rows != "none":
+        if early and self.model.collate is not None and self.batching.rows != "none":
             self._collate_early(decoded)
         decoded.seconds = time.perf_counter() - started
         return decoded

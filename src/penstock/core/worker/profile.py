@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.config.schema import BatchingConfig
 from penstock.core.batching.ladder import Ladder
 from penstock.core.worker.loop import BatchRunner
+from penstock.core.worker.predict import copied
 from penstock.errors import LoadFailed, OutOfMemory, PenstockError, WrongRowCount
 from penstock.types import BatchPart, Item
 
@@ -191,9 +192,9 @@ def _check_rows(size: int, alone: Sequence[Any], parts: Sequence[BatchPart], tog
 
 
 def _run(runner: BatchRunner, values: list[Any]) -> BatchPart:
-    """The final part of one run."""
+    """The final part of one run, with copies: a model may change its items, and one sample may be several items."""
     parts: list[BatchPart] = []
-    runner.run(0, runner.decode([Item(value) for value in values]), parts.append)
+    runner.run(0, runner.decode([Item(copied(value)) for value in values]), parts.append)
     return parts[-1]
 
 

@@ -21,15 +21,15 @@ WEIGHTS = RANDOM.standard_normal((256, 64)).astype(np.float32)
 COUNT = itertools.count()
 
 
-def warmed(predict: Any, **batching: Any) -> int:
+def warmed(predict: Any, samples: Any = ROWS, **batching: Any) -> int:
     """The number of calls of the warm-up. Raises RowsCoupled."""
     calls = []
 
     def noted(items: list[Any]) -> Any:
         calls.append(len(items))
-        return predict(np.array(items))
+        return predict(np.array(items) if samples is ROWS else items)
 
-    model = PythonModel(SimpleNamespace(predict=noted, warmup=lambda: ROWS))
+    model = PythonModel(SimpleNamespace(predict=noted, warmup=lambda: samples))
     model.load("cpu")
     config = BatchingConfig(**{"max_batch_size": 4, **batching})
     warm_up(BatchRunner(model, ModelMetadata("m", "1"), config), config)
@@ -87,6 +87,18 @@ def test_rows_that_depend_on_each_other_are_noticed(name: str) -> None:
 def test_results_that_vary_for_other_reasons_are_no_coupling(name: str) -> None:
     for _ in range(20):
         assert warmed(INDEPENDENT[name]) == 9, "no run more than the profile needs"
+
+
+def test_a_model_may_change_the_samples_of_its_warm_up() -> None:
+    samples = [{"x": ROWS[0].copy()}]
+
+    def predict(items: list[Any]) -> Any:
+        for item in items:
+            item["x"] *= 2
+        return [item.pop("x") for item in items]
+
+    warmed(predict, samples)
+    assert (samples[0]["x"] == ROWS[0]).all()
 
 
 def test_tensors_of_pytorch_are_compared() -> None:

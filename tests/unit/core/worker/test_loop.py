@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 import pickle
 
@@ -22,7 +23,7 @@ from penstock.errors import (
     OutOfMemory,
     WrongRowCount,
 )
-from penstock.types import Item, ItemResult, ModelMetadata
+from penstock.types import Item, ItemResult, Many, ModelMetadata
 
 
 class Upper(Codec):
@@ -740,7 +741,7 @@ def test_the_time_of_a_failed_call_counts_as_predict_time(monkeypatch):
     made = runner(slow, retry_split=True)
     parts = []
     made.run(1, made.decode([Item(1), Item(2)]), parts.append)
-    assert parts[0].stages_s == (2, 30, 0)  # the batch, and its halves
+    assert parts[0].stages_s == (2, 32, 0)  # the batch, a new decoding, and its halves
 
 
 def test_the_list_that_a_model_gets_is_its_own():
@@ -751,3 +752,44 @@ def test_the_list_that_a_model_gets_is_its_own():
         return taken
 
     assert values(run(greedy, ["a", "b"])[-1]) == ["a", "b"]
+
+
+@pytest.mark.parametrize("form", ["codec", "pickled", "preprocessed", "many"])
+def test_a_model_that_changes_its_items_gets_new_ones_when_it_runs_again(form):
+    class Changes:
+        def predict(self, items):
+            for item in items:
+                item["n"] += 1
+            if any(item["n"] == 5 for item in items):
+                raise ValueError
+            return items
+
+        if form == "preprocessed":
+
+            def preprocess(self, item):
+                item["n"] *= 1
+                return item
+
+    class Parsed(Codec):
+        def decode(self, item):
+            found = json.loads(item.payload)
+            return Many(found) if form == "many" else found, None
+
+        def encode(self, value, item, context):
+            return ItemResult(value)
+
+    numbers = [{"n": n} for n in range(8)]
+    if form == "codec":
+        items = [Item(json.dumps(n).encode(), "parsed") for n in numbers]
+    elif form == "many":
+        items = [
+            Item(json.dumps(pair).encode(), "parsed", rows=2) for pair in zip(numbers[::2], numbers[1::2], strict=True)
+        ]
+    else:
+        items = [Item(Pickled(pickle.dumps(n), [])) for n in numbers]
+    made, parts = runner(Changes, retry_split=True), []
+    made.codecs._made["parsed"] = Parsed()
+    made.run(1, made.decode(items), parts.append)
+    found = [v for v in values(parts[0]) if not isinstance(v, Exception)]
+    found = [v for pair in found for v in pair] if form == "many" else found
+    assert [v["n"] for v in found] == [n + 1 for n in range(8) if n != 4 and (form, n) != ("many", 5)]
