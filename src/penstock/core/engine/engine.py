@@ -164,10 +164,14 @@ class Engine:
         self._route(handle.name)
 
     async def _bring_up(self, handle: ModelHandle, keep: bool) -> None:
-        """Loads a version, or leaves that to its first request."""
+        """Loads a version, or leaves that to its first request: that of a model without another version that is up."""
         try:
             await provide(handle.spec)
-            await (self._residency.add(handle) if self._residency.manages(handle) else handle.load())
+            others = self._registry.versions(handle.name).values()
+            if self._residency.manages(handle):
+                await self._residency.add(handle, at_once=any(other.instances.up for other in others))
+            else:
+                await handle.load()
         except (LoadFailed, ConfigError) as e:
             if not keep:
                 raise

@@ -47,10 +47,11 @@ class ResidencyManager:
         budgeted = any(device in self._residency.budgets for device in handle.instances.devices())
         return budgeted or config.residency.keep_alive_s is not None
 
-    async def add(self, handle: "ModelHandle") -> None:
-        """Takes charge of a version that is not loaded. Loads a pinned one, or one whose instances follow the load.
+    async def add(self, handle: "ModelHandle", at_once: bool = False) -> None:
+        """Takes charge of a version that is not loaded. Loads a pinned one, or one whose instances follow the load;
+        with `at_once` any for which there is room: one that does not load must not replace one that answers.
 
-        Raises ConfigError if its budget is too small, and for a pinned version the errors of a load.
+        Raises ConfigError if its budget is too small, and the errors of a load.
         """
         model = _resident(handle, self._residency.budgets)
         model.key = handle.name, f"{handle.version} {next(self._numbers)}"
@@ -61,8 +62,12 @@ class ResidencyManager:
         handle.state = "IDLE"
         if model.pinned:
             await self._make_room(model, handle)
-            if (error := await self._load(model)) is not None:
-                raise error
+        elif at_once and self._residency.fits(model):
+            self._come(model, "new version", time.monotonic())
+        else:
+            return
+        if (error := await self._load(model)) is not None:
+            raise error
 
     async def _make_room(self, model: ResidentModel, handle: "ModelHandle") -> None:
         """Waits until a pinned model fits; meanwhile no other model is loaded. Raises ModelNotReady if it is

@@ -198,12 +198,31 @@ async def test_a_replaced_version_counts_until_it_has_ended(pinned: bool) -> Non
         assert len(engine._residency._residency.models) == len(engine._residency._handles) == 1
 
 
-async def test_a_pinned_version_that_does_not_load_leaves_the_old_one_known() -> None:
-    async with Engine(budgets={"cpu": 120}) as engine:
-        await engine.load("m", config(60, pinned=True), target=Gated())
+@pytest.mark.parametrize(
+    ("budgets", "residency"),
+    [({"cpu": 120}, {"pinned": True}), ({"cpu": 120}, {}), ({}, {"keep_alive_s": 60.0})],
+    ids=["pinned", "with room", "without a budget"],
+)
+@pytest.mark.parametrize("version", ["1", "2"])
+async def test_a_version_that_does_not_load_leaves_the_old_one_as_it_was(
+    budgets: dict[str, int], residency: dict[str, Any], version: str
+) -> None:
+    async with Engine(budgets=budgets) as engine:
+        await engine.load("m", config(60, **residency), target=Gated())
+        assert await engine.infer("m", 1) == 1
+        new = msgspec.structs.replace(config(60, **residency), version=version)
         with pytest.raises(LoadFailed):
-            await engine.put(engine.prepare("m", config(60, pinned=True), target=Failing()))
-        assert engine.reading().devices == [("cpu", 120, 60)]
+            await engine.put(engine.prepare("m", new, target=Failing()))
+        assert engine.reading().devices == [(device, budget, 60) for device, budget in budgets.items()]
+        assert await engine.infer("m", 1) == 1
+
+
+async def test_a_new_version_without_room_beside_the_old_one_is_loaded_by_its_first_request() -> None:
+    async with Engine(budgets={"cpu": 100}) as engine:
+        await engine.load("m", config(60), target=Gated())
+        assert await engine.infer("m", 1) == 1
+        await engine.put(engine.prepare("m", config(60), target=Gated()))
+        assert place(engine, "m") == "out"
         assert await engine.infer("m", 1) == 1
 
 
