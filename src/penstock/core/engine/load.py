@@ -38,7 +38,12 @@ class CallersLoad:
         past_s = now - self._time_s
         if past_s < LEAST_S:
             return self.busy
-        cpu_s, models = time.process_time(), {clock: time.clock_gettime(clock) for clock in clocks}
+        cpu_s, models = time.process_time(), dict[int, float]()
+        for clock in clocks:
+            try:
+                models[clock] = time.clock_gettime(clock)
+            except OSError:  # its thread has just ended
+                pass
         used_s = cpu_s - self._cpu_s - sum([s - self._models.get(clock, s) for clock, s in models.items()])
         self._time_s, self._cpu_s, self._models = now, cpu_s, models
         share = used_s / past_s

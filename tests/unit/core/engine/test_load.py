@@ -75,3 +75,13 @@ def test_a_thread_has_a_clock_of_its_own() -> None:
     assert mine not in clocks
     before = time.clock_gettime(mine)
     assert 0 <= time.thread_time() - before < 1
+
+
+def test_a_thread_of_the_model_that_has_just_ended_is_left_out() -> None:
+    clocks: list[int] = []
+    ended = threading.Thread(target=lambda: clocks.append(os_threads.processor_clock()))
+    ended.start()
+    ended.join()
+    callers_load = CallersLoad()
+    time.sleep(2 * load.LEAST_S)
+    callers_load.look([*clocks, os_threads.processor_clock()])
