@@ -365,11 +365,14 @@ class BrokerWorker:
                 return 2 * status.ready_instances * status.max_batch_size - self._running
         return 0
 
+    async def _read_clock(self, connection: RedisConnection) -> None:
+        before = time.monotonic()
+        (now,) = await connection.ask(("TIME",))
+        self._clock_offset_s = int(now[0]) + int(now[1]) / 1e6 - (before + time.monotonic()) / 2
+
     async def _join_group(self) -> None:
         """Creates the group, reads the broker's clock, and takes entries delivered over a connection that was lost."""
-        before = time.monotonic()
-        (now,) = await self._in.ask(("TIME",))
-        self._clock_offset_s = int(now[0]) + int(now[1]) / 1e6 - (before + time.monotonic()) / 2
+        await self._read_clock(self._in)
         try:
             await self._in.ask(("XGROUP", "CREATE", self._queue, GROUP, "0", "MKSTREAM"))
         except CommandRefused as e:
@@ -427,7 +430,8 @@ class BrokerWorker:
     # ---- leases
 
     async def _keep_leases(self) -> None:
-        """Three times per `lease_s`: renews this worker's leases and takes over entries of dead workers."""
+        """Three times per `lease_s`: renews this worker's leases, takes over entries of dead workers, and reads the
+        broker's clock, which may have been set."""
         renewals = 0
         while True:
             await asyncio.sleep(self._lease_s / 3)
@@ -437,6 +441,7 @@ class BrokerWorker:
                     chunk = ids[i : i + RENEW_ENTRIES]
                     await self._out.ask(("XCLAIM", self._queue, GROUP, self.name, 0, *chunk, "JUSTID"))
                 await self._inherit()
+                await self._read_clock(self._out)
                 renewals += 1
                 if renewals % CLEANUP_PERIOD == 0:
                     await self._out.run(LEAVE, (self._queue,), (GROUP, "", self._idle_ms))

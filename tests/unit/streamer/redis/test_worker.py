@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from penstock.errors import DeadlineExceeded, ModelNotReady, WorkerDied
+from penstock.streamer.redis import worker as worker_module
 from penstock.streamer.redis.codec import MalformedMessage, decode, encode
 from penstock.streamer.redis.protocol import GROUP, VERSION, RequestHeader, dump, load_replies
 
@@ -122,6 +126,20 @@ async def test_an_expired_request_is_answered_and_does_not_run(work, redis_serve
     assert (answer.number, answer.error.code) == (1, DeadlineExceeded.code)
     assert gate.batches == []
     assert 0 < redis_server.ask.ttl(replies) <= 120
+
+
+async def test_a_broker_whose_clock_is_set_back_makes_requests_expire_for_a_moment_only(work, asker, monkeypatch):
+    ahead_s = 0.0
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s))
+    await work(same, lease_s=0.3)
+    client = asker()
+    assert await client.ask(1, budget_s=15.0) == 1
+    ahead_s = 3600.0  # of the worker's clock: as if the broker's clock were set back
+    async with asyncio.timeout(20):
+        found = 0
+        while found != 2:
+            with contextlib.suppress(DeadlineExceeded):
+                found = await client.ask(2, budget_s=15.0)
 
 
 @pytest.mark.parametrize(
