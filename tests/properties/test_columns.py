@@ -119,6 +119,14 @@ def raw(values: st.DataObject) -> Item:
     return Item(data, "oip_binary", "application/octet-stream", 1)
 
 
+def coded(values: st.DataObject, item: Item) -> Item:
+    """The item, or one whose client accepts a compressed response."""
+    if accepted := values.draw(st.sampled_from([b"", b"", b"gzip", b"deflate", b"identity"])):
+        item.codec += "_coded"
+        item.headers = [*(item.headers or ()), (b"accept-encoding", accepted)]
+    return item
+
+
 IDS = st.one_of(st.none(), st.just("7"), st.text(max_size=8))
 
 
@@ -139,7 +147,7 @@ def binary(values: st.DataObject, rows: int) -> Item:
         parameters=values.draw(PARAMETERS) | values.draw(LISTS),
     )
     body = b"".join([head, *buffers]) + values.draw(st.sampled_from([b"", b"", b"", b"?"]))
-    return Item(body, "oip_binary", "application/octet-stream", rows, head_bytes=len(head))
+    return coded(values, Item(body, "oip_binary", "application/octet-stream", rows, head_bytes=len(head)))
 
 
 def in_json(values: st.DataObject, rows: int) -> Item:
@@ -163,7 +171,7 @@ def in_json(values: st.DataObject, rows: int) -> Item:
     if (id := values.draw(IDS)) is not None:
         request = {"id": id, **request} if values.draw(st.booleans()) else {**request, "id": id}
     body = msgspec.json.encode(request)
-    return Item(body, "oip_json", "application/json", rows)
+    return coded(values, Item(body, "oip_json", "application/json", rows))
 
 
 def native(values: st.DataObject, rows: int) -> Item:
@@ -191,7 +199,7 @@ def npy(values: st.DataObject, rows: int) -> Item:
     file = io.BytesIO()
     np.save(file, array)
     accept = values.draw(st.sampled_from([[], [(b"accept", b"application/x-npy")]]))
-    return Item(file.getvalue(), "oip_npy", "application/x-npy", rows, headers=accept)
+    return coded(values, Item(file.getvalue(), "oip_npy", "application/x-npy", rows, headers=accept))
 
 
 @pytest.fixture(scope="module")

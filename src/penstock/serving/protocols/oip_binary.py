@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from penstock.core.columns import RequestPlan, TensorRequest, TensorRows
+from penstock.core.columns import PlannedRequest, RequestPlan, TensorRequest, TensorRows
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import ACCEPT_ENCODING, accepted_coding, compress, header_of
 from penstock.serving.protocols.columns import Planning, cut_id, output_column
@@ -261,19 +261,30 @@ class CodedBody(OipCodec):
     def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], OipContext]:
         """As of the format."""
         value, context = super().decode(item)
-        if item.stop < 0 and _SSE not in header_of(item.headers, b"accept"):
-            context.coding = accepted_coding(header_of(item.headers, ACCEPT_ENCODING))
+        context.coding = _coding_of(item)
         return value, context
 
-    def encode(self, value: Any, item: Item, context: OipContext) -> ItemResult:
+    def plan_context(self, context: OipContext) -> tuple[OipContext, bytes]:
+        """As of the format, without a coding: each request names its own."""
+        return super().plan_context(structs.replace(context, coding=""))
+
+    def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """As of the format, in the coding that the client demands."""
         result = super().encode(value, item, context)
-        return compress(result, context.coding) if context.coding else result
+        coding = _coding_of(item) if type(context) is PlannedRequest else context.coding
+        return compress(result, coding) if coding else result
 
     def encode_part(self, value: Any, item: Item, context: OipContext, first: bool) -> ItemResult:
         """As of the format, without coding, as all that follows in the stream."""
         context.coding = ""
         return super().encode_part(value, item, context, first)
+
+
+def _coding_of(item: Item) -> str:
+    """The coding of a whole response to this request, "" for none."""
+    if item.stop >= 0 or _SSE in header_of(item.headers, b"accept"):
+        return ""
+    return accepted_coding(header_of(item.headers, ACCEPT_ENCODING))
 
 
 class CodedJsonCodec(CodedBody, OipJsonCodec):
