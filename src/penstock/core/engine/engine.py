@@ -187,8 +187,10 @@ class Engine:
         sys_path: Sequence[str] = (),
         wants_headers: bool = False,
         capture_output: bool = False,
+        instances: int | None = None,
     ) -> ModelHandle:
-        """A hidden version for `put`, not loaded yet. `WorkerSpec` defines the flags.
+        """A hidden version for `put`, not loaded yet. `WorkerSpec` defines the flags. `instances`: at first, in place
+        of the configured number.
 
         Raises ConfigError, ModelNotReady, and Conflict at the maximum number of versions.
         """
@@ -199,7 +201,7 @@ class Engine:
             config = structs.replace(config, target=getattr(target, "__name__", type(target).__name__))
         check_model(config, f"model '{name}': ")
         self._check_version_limit(name, config.version)
-        devices = devices_of(config)
+        devices = devices_of(config if instances is None else structs.replace(config, instances=instances))
         spec = WorkerSpec(
             name=name,
             version=config.version,

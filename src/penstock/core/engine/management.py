@@ -14,6 +14,7 @@ from penstock.config.checks import check_model
 from penstock.config.load import model_config
 from penstock.config.schema import Config, ModelConfig
 from penstock.core.engine.engine import Engine
+from penstock.core.engine.handle import ModelHandle
 from penstock.core.engine.rules import check_devices, devices_of, file_stamps
 from penstock.errors import (
     BadRequest,
@@ -51,6 +52,7 @@ class Management:
         self.started = False
         self._engine = engine
         self._config = config
+        self._sections = _by_version(config.models)  # as they were applied last
         self._sys_path = list(sys_path)
         self._targets = AllowedTargets(config)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by model, while in use
@@ -104,21 +106,28 @@ class Management:
         return {k: v for h in self._engine.handles() for k, v in file_stamps(h.config, self._sys_path).items()}
 
     async def reload(self, models: Mapping[str, ModelConfig]) -> dict[tuple[str, str], BaseException | None]:
-        """Reloads the versions whose section in `models` or files have changed, without losing a request.
+        """Reloads the versions whose section in `models` or files have changed, without losing a request. What was put
+        or scaled while the server runs stays, unless the section has changed.
 
         A version that does not load answers as before. Other new and removed sections are not applied. Returns the
         changed versions, with the errors of those that did not load; the cause of an error is its reason.
         """
-        wanted = {(model.name or section, model.version): model for section, model in models.items()}
+        wanted = _by_version(models)
         changes, names = [], []
         for handle in self._engine.handles():
-            config = wanted.pop((handle.name, handle.version), handle.config)
+            key = handle.name, handle.version
+            section = wanted.pop(key, None)
+            config = handle.config if section is None or section == self._sections.get(key) else section
             if config != handle.config or file_stamps(config, self._sys_path) != handle.files:
-                changes.append(self._change(self._in_turn(handle.name, partial(self._put, handle.name, config), True)))
-                names.append((handle.name, handle.version))
+                put = partial(self._put, handle.name, config, _instances(handle, config))
+                changes.append(self._change(self._in_turn(handle.name, put, True)))
+                names.append(key)
         for name, version in wanted:
             log.warning("event=not_reloaded model=%s version=%s reason=new_section hint=restart", name, version)
-        return dict(zip(names, await asyncio.gather(*changes, return_exceptions=True), strict=True))
+        found = dict(zip(names, await asyncio.gather(*changes, return_exceptions=True), strict=True))
+        read = _by_version(models)
+        self._sections |= {key: read[key] for key, error in found.items() if error is None and key in read}
+        return found
 
     async def _change(self, change: Coroutine[Any, Any, None]) -> None:
         """Completes the change, even if the caller leaves meanwhile."""
@@ -147,9 +156,9 @@ class Management:
             except ConfigError as e:
                 raise BadRequest(e.message) from None
 
-    async def _put(self, model: str, config: ModelConfig) -> None:
+    async def _put(self, model: str, config: ModelConfig, instances: int | None = None) -> None:
         self._unless_unloaded(model, config.version)
-        handle = self._engine.prepare(model, config, sys_path=self._sys_path)
+        handle = self._engine.prepare(model, config, sys_path=self._sys_path, instances=instances)
         try:
             await self._engine.put(handle, drain_s=self._config.server.drain_s)
         except (LoadFailed, ConfigError) as e:
@@ -236,6 +245,17 @@ class Management:
         """The error for the caller; the reason, which may name paths, goes to the log."""
         log.warning("load_failed: %s error=%s%s", what, error, f"\n{error.detail}" if error.detail else "")
         return LoadFailed(f"{what}; nothing has changed; the server's log has the reason")
+
+
+def _by_version(models: Mapping[str, ModelConfig]) -> dict[tuple[str, str], ModelConfig]:
+    return {(model.name or section, model.version): model for section, model in models.items()}
+
+
+def _instances(handle: ModelHandle, config: ModelConfig) -> int | None:
+    """The number of instances that a version keeps, as it was scaled or as its load needs; None: that of `config`."""
+    same = all(getattr(config, key) == getattr(handle.config, key) for key in ("instances", "devices", "autoscale"))
+    follows = handle.scaler is not None or handle.resident is None
+    return handle.instances.count or None if same and follows else None
 
 
 class AllowedTargets:

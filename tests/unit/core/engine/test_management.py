@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from penstock.config.schema import Config, LimitsConfig, ModelConfig, ServerConfig
+from penstock.config.schema import AutoscaleConfig, Config, LimitsConfig, ModelConfig, ServerConfig
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.management import AllowedTargets, Management
 from penstock.errors import BadRequest, Conflict, Forbidden, LoadFailed, ModelNotFound, ModelNotReady
@@ -535,3 +536,40 @@ async def test_changes_of_unknown_models_are_not_found(manage: Management) -> No
         await manage.set_traffic("m", {"9": 1.0})
     with pytest.raises(BadRequest, match="add up to"):
         await manage.set_traffic("m", {"1": 0.5})
+
+
+# ---- reload
+
+
+async def test_a_reload_keeps_what_was_put_and_scaled_unless_its_section_has_changed(
+    manage: Management, engine: Engine, config: Config, folder: Path
+) -> None:
+    await manage.scale("m", None, 3)
+    assert await manage.reload(config.models) == {}
+    os.utime(folder / "app.py")
+    assert await manage.reload(config.models) == {("m", "1"): None}
+    assert only(manage).ready_instances == 3
+    await manage.put("m", "1", keys("two.py:Model", instances=2))
+    assert await manage.reload(config.models) == {}
+    assert await engine.infer("m", 0) == "two"
+    broken = {"m": structs.replace(config.models["m"], target=f"{folder}/app.py:Broken")}
+    for _ in range(2):  # until it loads
+        found = await manage.reload(broken)
+        assert type(found["m", "1"]) is LoadFailed
+    assert (await engine.infer("m", 0), only(manage).ready_instances) == ("two", 2)
+    changed = {"m": structs.replace(config.models["m"], load_timeout_s=100.0)}
+    assert await manage.reload(changed) == {("m", "1"): None}
+    assert (await engine.infer("m", 0), only(manage).ready_instances) == ("one", 1)
+    assert await manage.reload(changed) == {}
+
+
+async def test_a_reload_begins_with_the_instances_that_the_load_needed(config: Config, folder: Path) -> None:
+    model = structs.replace(config.models["m"], autoscale=AutoscaleConfig(max=4))
+    async with Engine(config.limits) as engine:
+        await engine.load("m", model)
+        manage = Management(engine, config)
+        engine.handle("m", None).instances.follow(3, 5.0)
+        assert only(manage).instances == 3
+        os.utime(folder / "app.py")
+        assert await manage.reload({"m": model}) == {("m", "1"): None}
+        assert engine.handle("m", None).instances.full == 3
