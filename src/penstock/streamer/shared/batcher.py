@@ -321,8 +321,10 @@ class SharedBatcher:
         if not self.sessions:
             self._linger.cancel()
             self._linger = self._loop.call_later(self._offer.linger_s, self._end_if_unused)
-        elif all(each.guest for each in self.sessions) and socket_paths(self._path[: -1 - IDENTITY])[0] != self._path:
-            self._stop.set()  # the guests go to the batcher of the newer code or settings
+        elif all(each.guest for each in self.sessions):
+            newest = socket_paths(self._path[: -1 - IDENTITY])[:1]  # none: this batcher ends
+            if newest and newest != [self._path]:
+                self._stop.set()  # the guests go to the batcher of the newer code or settings
 
     def _end_if_unused(self) -> None:
         self._accept()  # a client may have come just now

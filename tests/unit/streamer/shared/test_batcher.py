@@ -262,6 +262,15 @@ async def test_guests_leave_a_batcher_that_has_no_other_clients_for_a_newer_one(
     await guest.close(1)
 
 
+async def test_a_batcher_that_ends_disconnects_all_its_guests(running: Running) -> None:
+    guests = [await running.client() for _ in range(2)]
+    os.unlink(running.socket)  # first, so that new clients come to no batcher that ends
+    await running.batcher.close()
+    assert not running.batcher.sessions
+    for guest in guests:
+        await guest.close(1)
+
+
 async def test_a_client_that_takes_no_answer_is_disconnected_and_no_more_is_read_from_it(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
