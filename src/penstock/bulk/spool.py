@@ -23,7 +23,7 @@ from penstock.bulk.types import Answer, CaptionRow, Gap, Pixels, Position, Sampl
 from penstock.core.os_threads import atomic_file
 from penstock.errors import PenstockError
 
-TAIL_BYTES = 65536  # holds the last line; captions are far shorter
+TAIL_BYTES = 65536  # usually holds the last line
 
 
 class SpoolError(PenstockError):
@@ -182,9 +182,12 @@ def read_end(path: Path) -> SpoolState | None:
     try:
         with path.open("rb") as file:
             head = _decode_head(file.readline(TAIL_BYTES))
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            tail = file.read()
+            size = start = file.seek(0, os.SEEK_END)
+            tail = b""
+            while start and b"\n" not in tail[:-1]:  # an end with many gaps is long
+                start, stop = max(0, start - TAIL_BYTES), start
+                file.seek(start)
+                tail = file.read(stop - start) + tail
         if not tail.endswith(b"\n"):
             return None
         end = _decode_end(tail[tail.rfind(b"\n", 0, -1) + 1 :])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from penstock.bulk import spool
 from penstock.bulk.spool import (
@@ -22,7 +23,7 @@ from penstock.bulk.spool import (
     fingerprint_digest,
     spool_key,
 )
-from penstock.bulk.types import CaptionRow, Pixels, Position, Sampling, Video
+from penstock.bulk.types import CaptionRow, Gap, Pixels, Position, Sampling, Video
 
 VIDEO = Video("a/b.mp4", "a/b.mp4", 123, 456)
 CAPTIONS = ["a dog", "zwei Hunde – ünd 狗", 'a "quote"\nand a line', "", "\u2028"]
@@ -115,6 +116,10 @@ def test_read_end_returns_the_end_of_a_finished_video(tmp_path: Path) -> None:
     found = spool.read_end(path)
     assert found is not None
     assert (found.rows, found.end, found.attempts, found.last) == (5000, end, 2, None)
+    long = replace(end, gaps=[Gap(n, 1, "Invalid data found when processing input", n + 9) for n in range(3000)])
+    found = spool.read_end(written(tmp_path, lines(5, replace(long, rows=5))))
+    assert found is not None
+    assert found.gaps == long.gaps
     assert spool.read_end(written(tmp_path, lines(5000))) is None
     assert spool.read_end(written(tmp_path, lines(3, end)[:-1])) is None
 
