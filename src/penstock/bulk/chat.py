@@ -91,12 +91,12 @@ class ChatBackend(Backend):
             wrong = f"has no model '{shorten(model, 100)}'{nearest(model, models)}" if model else "needs a --model"
             raise ModelNotFound(f"{address.url} {wrong}; its models: {', '.join(sorted(models)) or 'none'}")
         root, asked = models[model], self.asked
+        request = {"system": asked.system, "max_pixels": asked.max_pixels, **self._fields}
+        if asked.schema is not None:  # which `response_format` need not have
+            request["schema"] = asked.schema
         parameters = {
-            "model": model,
-            "prompt": self._prompt,
-            "max_new_tokens": asked.max_tokens,
-            "request": {"system": asked.system, "max_pixels": asked.max_pixels, **self._fields},
-        }
+            "model": model, "prompt": self._prompt, "max_new_tokens": asked.max_tokens, "request": request,
+        }  # fmt: skip
         return ServerInfo(
             address=address,
             model=model,

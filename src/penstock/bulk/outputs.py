@@ -94,10 +94,10 @@ def write_outputs(
 ) -> None:
     """Writes all outputs from the spools of the videos that have ended. Raises OutputError, SpoolError.
 
-    Answers to a `request` have errors and tokens, and are JSON if it asked for a form.
+    Answers to a `request` have errors and tokens, and are JSON if they were checked against a schema.
     """
     columns = COLUMNS if request is None else REQUEST_COLUMNS
-    form = request is not None and "response_format" in request
+    form = request is not None and "schema" in request
     try:
         with ExitStack() as stack:
             writers: list[OutputWriter] = [

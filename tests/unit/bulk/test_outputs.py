@@ -62,6 +62,20 @@ def test_every_format_can_be_read_back(tmp_path: Path, spools: list[tuple[Video,
     assert [str(field.type) for field in table.schema] == ["string", "int64", "double", "string"]
 
 
+def test_only_answers_that_fulfil_a_schema_are_values(tmp_path: Path) -> None:
+    answers = ['{"a":[1]}', "a dog\nsays: {", "5"]
+    spools = [spooled(tmp_path, "a", [CaptionRow(n, 0.0, None, text) for n, text in enumerate(answers)])]
+    path = tmp_path / "c.jsonl"
+
+    def read(request: dict[str, Any]) -> list[Any]:
+        outputs.write_outputs(OutputPaths((path,)), spools, request)
+        return [json.loads(line)["caption"] for line in path.read_text().splitlines()]
+
+    assert read({"response_format": {"type": "json_object"}}) == answers  # which nothing has checked
+    spools = [spooled(tmp_path, "a", [CaptionRow(0, 0.0, None, answers[0])])]
+    assert read({"schema": {"type": "object"}}) == [{"a": [1]}]
+
+
 def test_parquet_of_many_rows_is_written_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr(outputs, "GROUP_ROWS", 4)
