@@ -11,10 +11,10 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
-from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
+from urllib.parse import SplitResult, unquote, unquote_plus, urlsplit
 
 from penstock.backoff import Backoff
-from penstock.client.endpoint import ConnectionLost, ResponseTimeout, Unreachable, parse_url
+from penstock.client.endpoint import ConnectionLost, ResponseTimeout, ResponseTooLarge, Unreachable, parse_url
 from penstock.client.http import ClientConnection
 from penstock.client.response import HttpResponse
 from penstock.errors import ConfigError, PenstockError
@@ -23,6 +23,7 @@ READ_BYTES: Final = 1 << 20  # a choice: with 50 ms for a request, 20 MB/s
 ATTEMPTS: Final = 5
 FIRST_S, LONGEST_S = 0.5, 8.0  # pauses between them
 REDIRECTS: Final = 5
+WHOLE: Final = "its server sends whole files only, and no ranges: download it first"
 _AGAIN = (ConnectionLost, ResponseTimeout, Unreachable)
 _SIGNED = re.compile(
     r"(?i)x-(amz|goog|ms)-|^(sig|signature|token|expires|policy|key-pair-id|awsaccesskeyid|googleaccessid|s[etprv])$"
@@ -49,8 +50,8 @@ def check_allowed(url: str, allowed: Sequence[str]) -> None:
 def url_name(url: str) -> str:
     """The URL without the parts that sign it: they are secrets, and change between runs."""
     parts = urlsplit(url)
-    query = urlencode([(key, value) for key, value in parse_qsl(parts.query) if not _SIGNED.search(key)])
-    return parts._replace(query=query, fragment="").geturl()
+    fields = [field for field in parts.query.split("&") if not _SIGNED.search(unquote_plus(field.partition("=")[0]))]
+    return parts._replace(query="&".join(fields), fragment="").geturl()
 
 
 def _parts(url: str) -> SplitResult:
@@ -125,6 +126,10 @@ class RemoteFile(io.RawIOBase):
                 why = f"its server answered {response.status}"
             except _AGAIN as e:
                 why = e.message
+            except ResponseTooLarge:
+                raise self._failed(WHOLE) from None
+            except PenstockError as e:
+                raise self._failed(e.message) from e
             if attempt == ATTEMPTS:
                 raise self._failed(f"{why} ({ATTEMPTS} attempts)")
             time.sleep(pause.next_s())
@@ -133,7 +138,7 @@ class RemoteFile(io.RawIOBase):
             return self._read_range(start, size, redirects - 1)
         found = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("content-range", ""))
         if response.status == 200:
-            raise self._failed("its server sends whole files only, and no ranges: download it first")
+            raise self._failed(WHOLE)
         if response.status != 206 or found is None or int(found[1]) != start:
             raise self._failed(f"its server answered {response.status} to a request for a range")
         if self._first and int(found[2]) != self.size:

@@ -234,8 +234,8 @@ class InputError(PenstockError):
 
 
 def is_image(path: str) -> bool:
-    """Whether the file is read as an image, by its suffix."""
-    return os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES
+    """Whether the file is read as an image, by its suffix. URLs are videos."""
+    return not is_url(path) and os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES
 
 
 class InputNotes(Struct):
@@ -274,7 +274,7 @@ def expand(
         if not explicit and not picture and not _is_video(path, status, extensions):
             notes.skipped += 1
             continue
-        name = url_name(path) if is_url(path) else valid_text(path)
+        name = valid_text(url_name(path) if is_url(path) else path)
         key = path if status is None else (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         known = files.get(key)
         if known is None and name not in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import io
 import re
 import socket
 import threading
@@ -13,10 +14,11 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from penstock.bulk import urls
 from penstock.bulk.frames import FrameReader
-from penstock.bulk.urls import RemoteFile, check_allowed, url_name
+from penstock.bulk.urls import READ_BYTES, RemoteFile, check_allowed, url_name
 from penstock.bulk.video import VideoError, expand, probe
 from penstock.errors import ConfigError
 from support.videos import make_clip
@@ -120,6 +122,7 @@ def test_redirects_stay_on_the_server(site: str, tmp_path: Path) -> None:
         (lambda h: h.reply(404), "answered 404"),
         (lambda h: h.reply(403), "answered 403"),
         (lambda h: h.reply(200, h.data), "whole files only"),
+        (lambda h: h.reply(200, bytes(3 * READ_BYTES)), "whole files only"),
         (lambda h: h.send_part(off=1), "answered 206"),
         (lambda h: h.reply(206, b"x", "bytes 0-0/99999"), "1 bytes of a range"),
         (lambda h: h.reply(302, location="http://other.example/x"), "redirects to another one: http://other.example/x"),
@@ -134,6 +137,20 @@ def test_a_wrong_answer_fails_the_video(site: str, answer: Answer, words: str) -
         frames(site)
     assert raised.value.stage == "read"
     assert site in raised.value.message
+
+
+def test_an_image_at_a_url_is_no_image(site: str) -> None:
+    Image.new("RGB", (8, 8)).save(file := io.BytesIO(), "png")
+    Handler.data = file.getvalue()
+    with pytest.raises(VideoError, match="is not a video, but png_pipe"):
+        probe(site.replace("clip.mp4", "a.png"))
+
+
+def test_a_url_that_cannot_be_asked_fails_the_video(site: str) -> None:
+    for url, words in ((site + "ä", "cannot carry"), (site.replace("http:", "https:"), "cannot connect")):
+        with pytest.raises(VideoError, match=words) as raised:
+            frames(url)
+        assert raised.value.stage == "read"
 
 
 def test_a_server_that_goes_away_or_a_file_that_changes_fails_the_video_and_is_no_damage(
@@ -158,6 +175,10 @@ def test_only_allowed_urls_are_videos_and_their_names_have_no_secrets() -> None:
     assert [video.name for video in videos] == ["https://b.example/videos/1.mp4?id=1", "http://a.example:8080/x"]
     assert "Signature=s" in videos[0].path
     assert not notes.skipped
+    several = [f"https://b.example/videos/{query}" for query in ("?a", "?b", "?b=", "?c=%20", "?c=+", "?\udcff")]
+    videos, notes = expand(several, allowed_urls=allowed)
+    assert len({video.name.encode() for video in videos}) == len(several), "each its own file, with a valid name"
+    assert not notes.duplicates
     for url in (
         "https://b.example/other/1.mp4",
         "http://b.example/videos/1.mp4",
