@@ -15,12 +15,13 @@ from typing import Final
 
 from penstock.bulk.endpoints import AGAIN, ENDS_THE_JOB, LATER, EndpointHealth, NotSent, ServerEndpoint, loop_time
 from penstock.bulk.limits import RateLimit
-from penstock.bulk.servers import ServerInfo, UploadChunk, failed_row
+from penstock.bulk.servers import ServerInfo, UploadChunk, WrongAnswer, failed_row
 from penstock.bulk.types import Answer, Answers, Chunk, ChunkResult, OnResult, SendOptions, SendStats
 from penstock.client.response import HttpResponse
 from penstock.core.os_threads import new_event_loop
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
 from penstock.serving.protocols.oip_messages import Buffer
+from penstock.values import shorten
 
 _logger = logging.getLogger("penstock.bulk")
 
@@ -166,8 +167,9 @@ class _Delivery:
             try:
                 headers, body = self._info.backend.encode(chunk, self._info, self._job)
                 heapq.heappush(self._waiting, UploadChunk(chunk, self._added, headers, body))
-            except (ValueError, TypeError) as exc:
-                self._report(chunk, Undelivered(f"the chunk cannot be sent: {exc}"))
+            except Exception as exc:  # of a backend
+                _logger.debug("frame=%d cannot be encoded", chunk.frames[0], exc_info=exc)
+                self._report(chunk, Undelivered(f"the chunk cannot be sent: {describe(exc)}"))
         self._pump()
 
     def _pump(self) -> None:
@@ -239,7 +241,14 @@ class _Delivery:
             finally:
                 endpoint.return_connection(connection)
 
-        return await endpoint.info.backend.answers(upload.chunk, upload.body, endpoint.info, post)
+        found = await endpoint.info.backend.answers(upload.chunk, upload.body, endpoint.info, post)
+        texts = [answer.caption if isinstance(answer, Answer) else answer for answer in found]
+        count = len(upload.chunk.captioned)
+        if len(texts) != count or not all(isinstance(text, str) for text in texts):
+            raise WrongAnswer(
+                f"{endpoint.info.url}: the backend found {shorten(repr(texts), 80)}, expected {count} texts or Answers"
+            )
+        return found
 
     def _finish(
         self, upload: UploadChunk, endpoint: ServerEndpoint, sent_s: float, task: asyncio.Task[Answers]

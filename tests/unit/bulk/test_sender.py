@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from penstock.bulk.endpoints import ENDS_THE_JOB, NoServer, NotSent, window_for
 from penstock.bulk.sender import ChunkSender, Undelivered
-from penstock.bulk.servers import RevisionChanged, ServerFault, WrongAnswer, ask
-from penstock.bulk.types import Chunk, SendOptions, Video
+from penstock.bulk.servers import Asked, PenstockBackend, RevisionChanged, ServerFault, WrongAnswer, ask
+from penstock.bulk.types import Answer, Chunk, SendOptions, Video
 from penstock.client.endpoint import ConnectionLost, ResponseTooLarge
 from penstock.errors import BadRequest, DeadlineExceeded, PayloadTooLarge, PenstockError, Unauthorized
 from support.captioner import (
@@ -132,6 +133,51 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < until, "it never came to that"
         time.sleep(0.002)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (["a"], "expected 4 texts"),
+        (["a"] * 5, "expected 4 texts"),
+        (["a", "b", "c", None], "None"),
+        ([Answer("a"), "b", "c", Answer(3)], "3"),  # type: ignore[arg-type]
+        (None, "TypeError"),
+        (KeyError("text"), "KeyError"),
+    ],
+)
+@pytest.mark.parametrize("tpm", [None, 1e9])
+def test_a_backend_that_returns_or_raises_anything_fails_its_chunk(
+    server: FakeCaptioner, found: Any, words: str, tpm: float | None
+) -> None:
+    class Wrong(PenstockBackend):
+        async def answers(self, chunk: Chunk, body: Any, info: Any, post: Any) -> Any:
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        def encode(self, chunk: Chunk, info: Any, job: str) -> Any:
+            return super().encode(chunk, info, job) if chunk.number else {}["no such key"]
+
+    results: dict[int, Any] = {}
+    info = replace(ask(server.url, "captioner"), backend=Wrong(Asked()))
+    done = threading.Semaphore(0)
+
+    def keep(chunk: Chunk, result: Any) -> None:
+        results[chunk.number] = result
+        done.release()
+
+    sender = ChunkSender([info], SendOptions(**{**QUICK, "tpm": tpm}), keep, seed=1)  # type: ignore[arg-type]
+    sender.start()
+    try:
+        for number in range(2):
+            sender.send(chunk(number))
+        assert all(done.acquire(timeout=20) for _ in range(2)), "each chunk has a result"
+    finally:
+        sender.close(0.0)
+    assert "KeyError" in results[0].message
+    assert isinstance(results[1], Undelivered)
+    assert words in results[1].message
 
 
 def test_every_chunk_gets_the_captions_of_its_own_frames(job: Job):
