@@ -110,16 +110,17 @@ class BulkJob:
         with ExitStack() as opened:
             spools = shards.joined(self.options.outputs.files[0], opened)
             folder = opened.enter_context(closing(WorkFolder(self.options.work)))
-            folder.own([*self.options.outputs.written([video for video, _ in spools]), self.options.failures])
+            files = self.options.outputs.written([video for video, _ in spools])
+            folder.own([*files, self.options.failures], now=False)
             summary = JobSummary()
-            self._finish(spools, summary)
+            self._finish(folder, spools, summary)
             return summary
 
     def _run(self, folder: WorkFolder, videos: list[Video]) -> JobSummary:
         options = self.options
         if not options.servers and folder.fingerprint() is None:
             raise ConfigError(f"no --server is given, and {folder.path} has no captions to write outputs from")
-        folder.own([*options.outputs.written(videos), options.failures])
+        folder.own([*options.outputs.written(videos), options.failures], now=False)
         servers = self.servers()
         summary = JobSummary()
         if servers:
@@ -132,7 +133,7 @@ class BulkJob:
             self.running = True
             summary = run.caption()
             self.running = False
-        self._finish([(video, folder.spool(video)) for video in videos], summary)
+        self._finish(folder, [(video, folder.spool(video)) for video in videos], summary)
         return summary
 
     def videos(self) -> list[Video]:
@@ -195,7 +196,7 @@ class BulkJob:
             self.reporter.note(f"{e.message}; waiting for it, at most {options.wait_s:g} s")
         return ask(patience_s=options.wait_s)
 
-    def _finish(self, spools: list[tuple[Video, Path]], summary: JobSummary) -> None:
+    def _finish(self, folder: WorkFolder, spools: list[tuple[Video, Path]], summary: JobSummary) -> None:
         """Completes the summary, and writes outputs if every video has ended or nothing else was requested."""
         summary.price = self.options.price
         try:
@@ -213,9 +214,10 @@ class BulkJob:
                 summary.damaged += state.end is not None and not state.failed and bool(state.gaps)
                 summary.errors += state.tally.errors
                 summary.tokens = tuple(map(sum, zip(summary.tokens, state.tally.tokens, strict=True)))
-            if outputs.write_failures(self.options.failures, spools):
+            if outputs.write_failures(self.options.failures, spools, folder):
                 summary.failures = str(self.options.failures)
             if summary.unfinished == 0 or not self.options.servers:
+                folder.own(self.options.outputs.written([video for video, _ in spools]))
                 outputs.write_outputs(self.options.outputs, spools, spool.request_of(spools))
                 summary.outputs = tuple(str(path) for path in self.options.outputs.all())
         except PenstockError as e:

@@ -114,10 +114,11 @@ def write_outputs(
         raise OutputError(f"cannot write {e.filename or 'the output'}: {e.strerror}; the captions are kept") from e
 
 
-def write_failures(path: Path, spools: Iterable[tuple[Video, Path]]) -> bool:
-    """Lists the videos that failed or have gaps, in order. Removes an old list if there are none, and returns False.
+def write_failures(path: Path, spools: Iterable[tuple[Video, Path]], folder: spool.WorkFolder) -> bool:
+    """Lists the videos that failed or have gaps, in order. Removes the job's old list if there are none, and returns
+    False.
 
-    Raises OutputError, SpoolError.
+    Raises OutputError, SpoolError, FolderError.
     """
     failures = []
     for video, file in spools:
@@ -137,10 +138,11 @@ def write_failures(path: Path, spools: Iterable[tuple[Video, Path]]) -> bool:
             first, lost = end.gaps[0], sum(gap.frames for gap in end.gaps)
             error = f"is damaged at frame {first.frame}: {first.error}; {lost} of its frames cannot be decoded"
             failures.append(FailureRecord(video.name, "decode", first.frame, error, end.attempts, end.rows, end.gaps))
+    if not failures:
+        folder.remove(path)
+        return False
+    folder.own([path])
     try:
-        if not failures:
-            path.unlink(missing_ok=True)
-            return False
         with atomic_file(path) as out:
             out.writelines(msgspec.json.encode(failure) + b"\n" for failure in failures)
     except OSError as e:

@@ -392,19 +392,39 @@ class WorkFolder:
         """The fingerprint of the folder's captions, or None if it has none yet. Raises FolderError."""
         return _fingerprint_in(self.path)
 
-    def own(self, files: Iterable[Path]) -> None:
-        """Records the outputs of the job. Raises FolderError if one exists that no run of this job wrote."""
-        record = self.path / "outputs.json"
+    def own(self, files: Iterable[Path], *, now: bool = True) -> None:
+        """Records outputs before they are written; not `now`, because another job may write them first.
+
+        Raises FolderError if one exists that no run of this job wrote.
+        """
         names = {os.path.relpath(file, self.path.parent): file for file in files}
-        try:
-            known = msgspec.json.decode(record.read_bytes(), type=set[str])
-        except FileNotFoundError:
-            known = set(names) if self.fingerprint() else set()  # earlier versions kept no record
-        except (OSError, msgspec.DecodeError) as e:
-            raise FolderError(f"cannot read {record}: {e}; delete it to let the job replace its outputs") from e
+        known = self._owned(names)
         if foreign := next((file for name, file in names.items() if name not in known and os.path.lexists(file)), None):
             raise FolderError(f"'{foreign}' exists, and this job did not write it: move it away, or name another file")
-        write_atomically(record, msgspec.json.encode(sorted(known | set(names))))
+        self._record(known | set(names) if now else known)
+
+    def remove(self, file: Path) -> None:
+        """Removes an output if this job wrote it. Raises FolderError."""
+        name, known = os.path.relpath(file, self.path.parent), self._owned(())
+        if name in known:
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as e:
+                raise FolderError(f"cannot remove {file}: {e.strerror}") from e
+            self._record(known - {name})
+
+    def _owned(self, names: Iterable[str]) -> set[str]:
+        """The names of the outputs that this job wrote; `names` if an earlier version kept no record."""
+        record = self.path / "outputs.json"
+        try:
+            return msgspec.json.decode(record.read_bytes(), type=set[str])
+        except FileNotFoundError:
+            return set(names) if self.fingerprint() else set()
+        except (OSError, msgspec.DecodeError) as e:
+            raise FolderError(f"cannot read {record}: {e}; delete it to let the job replace its outputs") from e
+
+    def _record(self, names: set[str]) -> None:
+        write_atomically(self.path / "outputs.json", msgspec.json.encode(sorted(names)))
 
     def save_videos(self, videos: Iterable[Video]) -> None:
         """Saves the list of videos for a later run without inputs. Raises FolderError."""

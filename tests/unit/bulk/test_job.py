@@ -79,6 +79,31 @@ def test_a_file_that_the_job_did_not_write_is_never_replaced(tmp_path: Path) -> 
     run(tmp_path, FakeParts(), source)
 
 
+def test_jobs_in_one_folder_keep_the_files_of_each_other(tmp_path: Path) -> None:
+    source = videos(tmp_path, 3)
+    damaged = {"work": tmp_path / "d.work", "outputs": OutputPaths((tmp_path / "d.csv",))}
+    run(tmp_path, FakeParts(), source)
+    run(tmp_path, FakeParts(), FakeVideos.make(tmp_path / "d.mp4", 3, damaged=True), **damaged)
+    listed = (tmp_path / "failures.jsonl").read_bytes()
+    with pytest.raises(FolderError, match=r"failures.jsonl' exists"):
+        run(tmp_path, FakeParts(), source)
+    assert (tmp_path / "failures.jsonl").read_bytes() == listed
+
+    def meanwhile(chunk: Chunk) -> None:
+        (tmp_path / "c.csv").write_text("precious")
+
+    late = {
+        "work": tmp_path / "c.work",
+        "outputs": OutputPaths((tmp_path / "c.csv",)),
+        "failures": tmp_path / "f.jsonl",
+    }
+    summary = run(tmp_path, FakeParts(meanwhile), source, **late)
+    assert isinstance(summary.stopped, FolderError)
+    assert (tmp_path / "c.csv").read_text() == "precious"
+    (tmp_path / "c.csv").unlink()
+    assert run(tmp_path, FakeParts(), source, **late).exit_code == 0
+
+
 def test_a_second_run_sends_nothing_and_writes_the_same(tmp_path: Path) -> None:
     source = videos(tmp_path, 9, 4)
     run(tmp_path, FakeParts(), source)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.bulk import outputs, spool
 from penstock.bulk.outputs import OutputError, OutputPaths, cue_text, subtitle_names, write_failures
-from penstock.bulk.spool import SpoolEnd
+from penstock.bulk.spool import FolderError, SpoolEnd, WorkFolder
 from penstock.bulk.types import CaptionRow, Video
 
 CAPTIONS = ["a dog", "a dog", 'a "cat", and\ta <b>dog</b> & co --> there', "", "Käse 狗"]
@@ -219,15 +219,25 @@ def test_failures_are_listed_in_order_and_an_old_list_is_removed(tmp_path: Path)
         of = video if video.name != "changed" else Video("changed", "changed", 9, 9)
         row = spool.row_line(0, CaptionRow(0, 0.0, None, "x"))
         spool.append(path, spool.head_line(of) + row + spool.end_line(end), overwrite=True)
-    path = tmp_path / "failures.jsonl"
-    assert write_failures(path, spools)
+    path, folder, other = tmp_path / "failures.jsonl", WorkFolder(tmp_path / "a.work"), WorkFolder(tmp_path / "b.work")
+    assert write_failures(path, spools, folder)
     listed = [json.loads(line) for line in path.read_text().splitlines()]
     assert [failure["path"] for failure in listed] == ["b", "a\n"]
     assert listed[0] == {"path": "b", "stage": "decode", "frame": 5, "error": "broken", "attempts": 2, "captions": 1}
-    assert not write_failures(path, spools[3:])
+    assert not write_failures(path, [], other)
+    assert path.exists(), "another job's list stays"
+    with pytest.raises(FolderError, match="this job did not write it"):
+        write_failures(path, spools, other)
+    assert not write_failures(path, spools[3:], folder)
     assert not path.exists()
+    assert write_failures(path, spools, other)
+    assert not write_failures(path, [], folder)
+    assert path.exists(), "the first job has none any more"
 
 
 def test_a_failures_list_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    failed = spooled(tmp_path, "a", [], end=False)
+    spool.append(failed[1], spool.end_line(SpoolEnd("failed", 0)))
     with pytest.raises(OutputError, match="cannot write"):
-        write_failures(tmp_path, [])  # a folder
+        write_failures(tmp_path / "file" / "failures.jsonl", [failed], WorkFolder(tmp_path / "a.work"))

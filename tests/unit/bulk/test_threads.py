@@ -20,7 +20,7 @@ from penstock.bulk.endpoints import NoServer
 from penstock.bulk.options import JobPlan
 from penstock.bulk.outputs import write_failures
 from penstock.bulk.sender import Undelivered
-from penstock.bulk.spool import SpoolEnd
+from penstock.bulk.spool import SpoolEnd, WorkFolder
 from penstock.bulk.threads import CaptionWriter, DecoderThreads, VideoTask
 from penstock.bulk.types import Chunk, Gap, Pixels, ReadResult, Video
 from penstock.bulk.video import VideoError
@@ -184,7 +184,7 @@ def test_gaps_survive_an_interruption_and_are_listed_once(tmp_path: Path, record
     assert ended is not None
     assert (ended.rows, ended.failed, ended.gaps) == (3, False, [first, second, third])
     assert [row.frame for row in spool.rows(path)] == [0, 5, 9]
-    assert write_failures(tmp_path / "failures.jsonl", [(video(), path)])
+    assert write_failures(tmp_path / "failures.jsonl", [(video(), path)], WorkFolder(tmp_path / "a.work"))
     (line,) = (tmp_path / "failures.jsonl").read_text().splitlines()
     listed = json.loads(line)
     assert (listed["frame"], listed["captions"], listed["attempts"]) == (1, 3, 1)
