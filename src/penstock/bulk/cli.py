@@ -139,6 +139,8 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
     for option in ("keyframes", "tone_map", "deinterlace"):
         if flags["decoder"] == "torchcodec" and flags[option]:
             raise ConfigError(f"--{option.replace('_', '-')} needs --decoder pyav")
+    if flags["ray"] and (flags["rpm"] or flags["tpm"]):  # each task has its own sender
+        raise ConfigError("--rpm and --tpm need one process that sends: leave out --ray, or limit the servers")
     if flags["carry"] and flags["dedupe"] is None:
         raise ConfigError("--carry-captions needs --dedupe, which finds the frames to carry captions to")
     if flags["end"] is not None and flags["end"] <= (flags["start"] or 0.0):

@@ -117,6 +117,7 @@ def test_the_token_is_read_from_a_file_or_the_environment(options: list[JobOptio
         ("a.mp4 --server http://a --decoder torchcodec --tone-map", "--tone-map needs --decoder pyav"),
         ("a.mp4 --server http://a --decoder decord", "--decoder"),
         ("a.mp4 --server http://a --dedupe 256", "0<=x<=255"),
+        ("a.mp4 --server http://a --ray=auto --rpm 9", "leave out --ray"),
         ("a.mp4 --server http://a --carry-captions", "--carry-captions needs --dedupe"),
         ("a.mp4 --server http://a --every 2.5", "expected frames such as 30f"),
         ("a.mp4 --server http://a --every 0.0s", "--every"),
