@@ -25,7 +25,7 @@ from penstock.bulk.pixels import (
     within,
 )
 from penstock.bulk.types import Chunk, Pixels, Position, ReadPlan, ReadResult, Sample, Sampling, Stopped, Video
-from penstock.bulk.video import VideoError, VideoProbe, av_library, is_image, reason
+from penstock.bulk.video import VideoError, VideoProbe, av_library, is_image, reason, require_regular_file
 from penstock.errors import DecodeError
 from penstock.images import JPEG, decode_image, jpeg_header
 
@@ -108,6 +108,7 @@ class ImageReader:
 
     def frames(self) -> Generator[DecodedFrame, None, None]:
         """Raises VideoError."""
+        require_regular_file(self._path)
         try:
             data = Path(self._path).read_bytes()
             rgb = decode_image(data, at_least=self._needed(data))

@@ -93,11 +93,13 @@ def probe(path: str, stream: int | None = None) -> VideoProbe:
 
 
 def _probe_image(path: str) -> VideoProbe:
+    require_regular_file(path)
+    av = av_library()
     try:
-        with av_library().open("file:" + path, container_options=dict(OPEN_OPTIONS)) as container:
+        with av.open("file:" + path, container_options=dict(OPEN_OPTIONS)) as container:
             context = container.streams.video[0].codec_context
             return VideoProbe(1, None, context.width, context.height, context.name)
-    except (OSError, ValueError, IndexError) as error:
+    except (OSError, ValueError, IndexError, av.error.FFmpegError) as error:
         raise VideoError(f"cannot be opened as an image: {reason(error)}", stage="open", detail=path) from error
 
 
@@ -119,7 +121,7 @@ class OpenVideo:
                 self._remote = RemoteFile(path, partial(VideoError, stage="read"))
                 self.container = av.open(self._remote, buffer_size=READ_BYTES, **options)
             else:
-                _require_regular_file(path)
+                require_regular_file(path)
                 # "file:" because a name may look like a protocol or begin with "-"
                 self.container = av.open("file:" + path, **options)
         except BaseException as error:
@@ -194,7 +196,7 @@ class OpenVideo:
         context.options = options
 
 
-def _require_regular_file(path: str) -> None:
+def require_regular_file(path: str) -> None:
     """Raises VideoError for files on which FFmpeg would wait, such as a pipe, or report little."""
     try:
         regular = stat.S_ISREG(os.stat(path).st_mode)

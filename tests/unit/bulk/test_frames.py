@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from penstock.bulk import frames as frames_module
 from penstock.bulk import packets as packets_module
 from penstock.bulk import video as video_module
+from penstock.bulk.decode import ImageReader
 from penstock.bulk.frames import DecodedFrame, FrameReader
-from penstock.bulk.types import Gap, Position
+from penstock.bulk.types import Gap, Pixels, Position
 from penstock.bulk.video import OpenVideo, VideoError, probe
 from support.videos import make_clip, make_sound, number_of
 
@@ -657,8 +658,13 @@ def test_a_file_that_is_not_a_video_cannot_be_opened(tmp_path: Path) -> None:
     refused(tmp_path / "noise.mp4", r"cannot be opened as a video|is not a video")
     (tmp_path / "folder.mp4").mkdir()
     refused(tmp_path / "folder.mp4", "is not a regular file")
-    os.mkfifo(tmp_path / "pipe.mp4")
-    refused(tmp_path / "pipe.mp4", "is not a regular file")
+    (tmp_path / "empty.png").write_bytes(b"")
+    refused(tmp_path / "empty.png", "cannot be opened as an image")
+    for name in ("pipe.mp4", "pipe.png"):
+        os.mkfifo(tmp_path / name)
+        refused(tmp_path / name, "is not a regular file")
+    with pytest.raises(VideoError, match="is not a regular file"):
+        next(ImageReader(str(tmp_path / "pipe.png"), Pixels()).frames())
     refused(tmp_path / "gone.mp4", "cannot be opened: No such file")
     (tmp_path / "nul.mp4").symlink_to("nul.mp4")
     refused(tmp_path / "nul.mp4", "cannot be opened: Too many levels")
