@@ -333,8 +333,8 @@ class FrameSampler:
         return math.floor((time_s + self._slack_s) * self.sampling.fps)
 
 
-def estimate(sampling: Sampling, found: VideoProbe) -> int:
-    """About how many frames of a video are captioned, from its header."""
+def estimate(sampling: Sampling, found: VideoProbe, *, by_clip: bool = False) -> int:
+    """About how many frames of a video are captioned, from its header; `by_clip`, how many clips."""
     if sampling.max_frames == 0:
         return 0
     duration_s, frames = found.duration_s, found.keyframes if sampling.keyframes else found.frames
@@ -349,6 +349,8 @@ def estimate(sampling: Sampling, found: VideoProbe) -> int:
         count = min(count, math.ceil(duration_s * share * sampling.fps - ROUNDING_S))
     else:
         count = -(-count // sampling.every)
+    if by_clip and sampling.clip_frames is not None:
+        count = -(-count // sampling.clip_frames)
     return count if sampling.max_frames is None else min(count, sampling.max_frames)
 
 

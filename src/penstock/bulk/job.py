@@ -265,7 +265,7 @@ class JobRun:
         """`digest` identifies the configuration."""
         parts, self._options = job.parts, job.options
         self._events, self._reporter, self._probe_header = job.events, job.reporter, parts.probe
-        self._counters = RunCounters(len(videos))
+        self._counters, self._by_clip = RunCounters(len(videos)), plan.by_clip
         self._videos = self._remaining(videos, folder)
         self._counters.left = len(self._videos)
         self._writer = CaptionWriter(self, carry=self._options.sampling.carry)
@@ -374,7 +374,7 @@ class JobRun:
                 return
             try:
                 found = self._probe_header(video.path, self._options.sampling.stream)
-                frames = estimate(self._options.sampling, found)
+                frames = estimate(self._options.sampling, found, by_clip=self._by_clip)
             except Exception:  # only an estimate: the video's decoder reports the error
                 frames = 0
             with self._counters.lock:

@@ -386,6 +386,11 @@ def test_the_estimate_for_a_regular_video_is_exact(sampling: Sampling, count: in
     assert len(taken(sampling, [frame / 25 for frame in range(100)])) == count
 
 
+def test_a_clip_counts_once_where_it_gets_one_caption() -> None:
+    sampling, found = Sampling(fps=4.0, clip_frames=6), VideoProbe(100, 4.0, 0, 0, "")
+    assert (estimate(sampling, found), estimate(sampling, found, by_clip=True)) == (16, 3)
+
+
 def started(job: threading.Thread, pool: BlockPool, waiting: int = 1) -> None:
     """Starts a thread; returns when `waiting` threads wait for the pool."""
     job.start()
