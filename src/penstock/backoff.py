@@ -1,7 +1,5 @@
 """Backoff: the pauses between attempts that fail. Pure: callers sleep, and know the time."""
 
-from __future__ import annotations
-
 
 def doubled_s(first_s: float, failures: int, most_s: float) -> float:
     """The pause after so many failures: `first_s` after one, twice as long after each further one, up to `most_s`."""

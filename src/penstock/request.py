@@ -5,8 +5,6 @@
 # of their requests, and with what no header says as pseudo-headers (RFC 9113, section 8.3): `:method`, `:path`, and
 # Penstock's own `:client`, `:model`, `:version` and `:claims`. No client can send a header whose name begins with ":".
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """The process of a server that belongs to the job: started with it, again after a crash, and ended with it."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging

@@ -1,7 +1,5 @@
 """Limits of a provider in units a minute, such as requests or tokens. Pure: time is an argument."""
 
-from __future__ import annotations
-
 import math
 from typing import Final
 

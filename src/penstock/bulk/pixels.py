@@ -1,7 +1,5 @@
 """The pixels of decoded frames: scaled, upright, RGB, written once into their place; or compressed as JPEG."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import io

@@ -4,8 +4,6 @@ Shard i of n has the videos i, i + n, i + 2n ... of a list that must be the same
 digest of the list, so that the merge notices a file that only some machines saw.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 FFmpeg could open URLs itself, but it follows redirects to any host, and to its own protocols.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import re

@@ -1,7 +1,5 @@
 """A video file: its container, the video stream that is read, and its header; and the videos that a job finds."""
 
-from __future__ import annotations
-
 import fnmatch
 import glob
 import hashlib

@@ -2,8 +2,6 @@
 servers that calls go to: Penstock, TorchServe, and Triton.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping

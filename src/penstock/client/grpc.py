@@ -1,7 +1,5 @@
 """The client's calls over gRPC: the Open Inference Protocol, and Triton's streams."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ themselves where the ops hold the interpreter for most of their time, and longer
 before a GPU node, whose launches wait for the interpreter too, if there are cores for them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import statistics
 import sys

@@ -3,8 +3,6 @@
 Also the ops with their parameters, and an item's path as a tree.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

@@ -4,8 +4,6 @@ A filter is written as its name, or with parameters: `HasKey(key=box)`. Dialects
 (`when` of a node) is an expression on the item's fields, or names a user's predicate.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import keyword

@@ -4,8 +4,6 @@ A field that the ops leave as it is does not travel back: the pipeline has it. L
 directions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lowers the ops of a node to steps: flattens expressions, and passes the node's keys to the ops that accept them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

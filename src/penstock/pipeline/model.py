@@ -1,7 +1,5 @@
 """PipelineModel: a whole pipeline as the model of a worker, for every protocol that serves models."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

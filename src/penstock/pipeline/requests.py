@@ -1,7 +1,5 @@
 """Requests to a pipeline as the fields of items, and responses from the outcomes of items."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Everything here runs with one guard: on the loop, or on the thread of a node that has run a batch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

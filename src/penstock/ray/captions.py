@@ -5,8 +5,6 @@ reading and of its sender. A task streams rows back, and waits while the job has
 another task continues after the last row that came, so no row comes twice and little is captioned again.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

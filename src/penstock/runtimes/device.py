@@ -14,8 +14,6 @@ Pinned memory belongs to its arrays: its pool takes it back when the last view o
 therefore be repeated from its inputs, and results stay valid for as long as someone holds them.
 """
 
-from __future__ import annotations
-
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator

@@ -6,8 +6,6 @@ results. So a call copies its results elsewhere before it returns. Both copies a
 order of their launch, and only the copies can be read while the next call runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 On CUDA this takes PyTorch, whose streams and pinned memory the phases use. Without it, a session copies by itself.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Pixels are a quarter of the floats in bodies, in shared memory and on the way to a device, and what a client has anyway.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Final
 

@@ -12,8 +12,6 @@
 # A helper that hangs must be replaced, and its chunk run again, before the worker itself counts as hanging; so the
 # limits of a helper are parts of the worker's `run_timeout_s`.
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable, Sequence

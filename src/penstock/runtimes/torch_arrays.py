@@ -4,8 +4,6 @@ On a CUDA device it has three phases, like a model file: the tensors are on thei
 runs, and the results are fetched while the next one runs. So `predict` must neither copy nor wait.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ Each has a module of its own, because a module may keep state in its buffers or 
 parameters then. Only equality decides, so it does not matter whether files or random numbers gave the weights.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from typing import Any, Final

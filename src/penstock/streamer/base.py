@@ -1,7 +1,5 @@
 """BaseStreamer: the calls that all streamers share, calls larger than a queue, and the errors that callers receive."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping

@@ -13,8 +13,6 @@
 # 9. Of the next shorter and the next longer class the one that saves more joins first, until none saves anything.
 # 10. Before the cost is known all classes join: the sizes of batches must vary for the set-up cost to be learned.
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from math import ceil
 from operator import attrgetter

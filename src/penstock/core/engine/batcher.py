@@ -14,8 +14,6 @@
 # An exception of the scheduler or its policy is a bug: its state cannot be trusted, so every request ends with an
 # error.
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Inboxes: requests of other threads on their way to the engine of a portal."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -6,8 +6,6 @@
 # The share of a processor that the callers use answers two questions: whether they usually leave the interpreter little
 # rest, and, while a batch waits, whether they still do. The kernel measures it, so the policy needs no trials.
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """TraceObserver: makes the spans of a batch and of its traced requests when they have ended."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any, Final

@@ -4,8 +4,6 @@ A region is read and written with pread and pwrite and never mapped: a client th
 the worker with SIGBUS. Workers open the server's descriptor, so that a client may remove the segment's name.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """The types of a model's items and results, from its annotations: JSON schemas, and the conversion of requests."""
 
-from __future__ import annotations
-
 import collections.abc
 import dataclasses
 import inspect

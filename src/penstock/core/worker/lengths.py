@@ -1,7 +1,5 @@
 """Lengths: rows of different lengths in one call. Inputs are padded to the longest row, and results are cut back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 

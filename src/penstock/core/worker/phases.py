@@ -1,7 +1,5 @@
 """Batches of a model in three phases (`runtimes/device.py` has the reason), and the thread of the last phase."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 

@@ -3,8 +3,6 @@
 A program on a device may run such a call in three phases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """The loop of a step model in a worker: it takes items between two steps, and sends parts while the next step runs."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

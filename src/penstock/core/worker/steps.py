@@ -4,8 +4,6 @@ An item becomes a state by `admit`. Every call of `step` advances all active sta
 that fails does so alone: a step that raises is repeated in halves until the guilty state is alone.
 """
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections import deque

@@ -6,8 +6,6 @@ result has no row axis either; so are lists for an input of unknown rank. With `
 request is a call of its own, with outputs of any shape.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

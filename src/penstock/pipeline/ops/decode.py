@@ -3,8 +3,6 @@
 What a file becomes is stated in `penstock.images`. Both ops release the interpreter lock while they decode.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import lru_cache

@@ -4,8 +4,6 @@ Metadata keys with the names of HTTP headers have their meaning: `authorization`
 those that `batching.rows` and `batching.bucket` name. A call's deadline is the deadline of its request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable

@@ -1,7 +1,5 @@
 """The gRPC listener: a connection around `Http2Connection` with its timers, within the limits of the HTTP listener."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from collections import deque

@@ -3,8 +3,6 @@
 Source: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import binascii

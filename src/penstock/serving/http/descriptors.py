@@ -1,7 +1,5 @@
 """The descriptors of the process: how many connections each listener may hold, whether any are left, and hang-ups."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

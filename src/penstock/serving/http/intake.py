@@ -1,7 +1,5 @@
 """Bodies on their way in: small ones in plain memory, large ones in a Buffer (shared memory), packed ones unpacked."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import zlib

@@ -1,7 +1,5 @@
 """The OpenAPI document of the inference API: its routes for every loaded model; and the page /docs that shows it."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ A malformed message ends its stream with PROTOCOL_ERROR; the connection goes on.
 Source: RFC 9113 (HTTP/2), RFC 7541 (HPACK), and RFC 9110, sections 5, 7.2 and 8.6.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from struct import Struct as Packing

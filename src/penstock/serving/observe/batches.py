@@ -3,8 +3,6 @@
 # All of it comes from the reports that `recorders.py` keeps, when a page asks. A busy model fills its share of them in
 # less than the shown time; lanes then begin with the oldest one that is left, and the page says so.
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final

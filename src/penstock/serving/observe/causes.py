@@ -6,8 +6,6 @@ that dies, a full event loop or too many threads also make instances look busy. 
 could do with larger batches or more instances, which the learned cost of a batch answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from math import ceil
 from typing import Final, NamedTuple

@@ -1,7 +1,5 @@
 """The metrics page of models inside another program; see `penstock.metrics.page`."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 from weakref import WeakKeyDictionary

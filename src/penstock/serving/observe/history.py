@@ -5,8 +5,6 @@
 # once a second. Only latencies are gathered here, because few buckets give no percentiles. A second takes one packed
 # row of 4 bytes for each value: 70 kB an hour of a model. Times come from a clock that is never set.
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence

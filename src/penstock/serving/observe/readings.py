@@ -1,7 +1,5 @@
 """Readings: from counters, once a second, to what each model did in the last seconds. Pure: time is an argument."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple

@@ -1,7 +1,5 @@
 """RefusalLog: a line a minute for each model that refuses requests: their number, the reason, and what to change."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter

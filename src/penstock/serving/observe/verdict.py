@@ -5,8 +5,6 @@
 # named. A condition must hold for most of the last seconds, so that a single late request is no alarm. If all is well
 # so far, the first cause of `causes.py` is the verdict: the server answers in time, and could answer more.
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Final
 

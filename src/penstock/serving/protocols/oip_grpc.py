@@ -3,8 +3,6 @@
 Source: the Open Inference Protocol's gRPC API, and Triton's extensions of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final

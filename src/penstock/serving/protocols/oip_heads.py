@@ -1,7 +1,5 @@
 """What the server process reads in the JSON of an Open Inference request: its rows, its shapes, and its terms."""
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated, Final
 

@@ -4,8 +4,6 @@ Clients repeat all of a request but its id and its tensors, so what was read of 
 Source: https://protobuf.dev/programming-guides/encoding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import resources

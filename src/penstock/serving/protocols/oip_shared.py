@@ -3,8 +3,6 @@
 Source: Triton's extension "system_shared_memory".
 """
 
-from __future__ import annotations
-
 import math
 from typing import TypeGuard
 

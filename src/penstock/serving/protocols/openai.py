@@ -3,8 +3,6 @@
 Source: OpenAI's API reference for models, completions, chat completions and embeddings.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Final, Literal
 

@@ -1,7 +1,5 @@
 """POST /v1/embeddings: each text of a request is a row, so that the texts of all requests share batches."""
 
-from __future__ import annotations
-
 from base64 import b64encode
 from typing import Any, Final, Literal
 

@@ -4,8 +4,6 @@ A model receives a TextRequest for each text that it is to write: `n` of them fo
 own, so that the texts of all requests share batches. A stream has one text.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Final

@@ -4,8 +4,6 @@ A call takes its arguments from the path and the JSON object of an HTTP request,
 form of Triton's messages. It raises PenstockError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from inspect import isawaitable
 from types import SimpleNamespace

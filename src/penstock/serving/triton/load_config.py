@@ -4,8 +4,6 @@ Triton replaces the whole configuration of the model. Here the target and all th
 change what they name only. A key that a client read and sends back as it was changes nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import chain, cycle, islice
 from typing import Annotated, Any, Final, Literal

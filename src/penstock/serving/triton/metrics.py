@@ -3,8 +3,6 @@
 Source: core/src/metrics.cc of Triton, without caches and pinned memory, which do not exist here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Final

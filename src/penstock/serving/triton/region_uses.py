@@ -3,8 +3,6 @@
 Between listeners and engine, because a request is in flight from its arrival to its answer, also while it waits.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Sequence

@@ -4,8 +4,6 @@ Changes go through the management of the engine, with its permissions. Source of
 `model_config.proto`; the shipped part of it has the fields that are written here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -3,8 +3,6 @@
 The log level can be changed; traces do not exist. Regions of shared memory are POSIX objects that clients registered.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Triton's statistics extension: an Observer that counts requests, batches and their nanoseconds for each version."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final

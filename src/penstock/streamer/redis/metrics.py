@@ -1,7 +1,5 @@
 """The state of queues, the metrics of queues and of a worker, and the listener that serves them to Prometheus."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager

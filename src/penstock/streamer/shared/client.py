@@ -4,8 +4,6 @@ A call stays here until it is answered. When the batcher dies, the client joins 
 the calls again; with `idempotent = False` their callers get WorkerDied.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -6,8 +6,6 @@ time of its installation counts: reading all of its files takes seconds. The pla
 reads its weights beside them.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util

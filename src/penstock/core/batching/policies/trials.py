@@ -16,8 +16,6 @@
 # If the user has named the longest hold (`max_hold_s`), trials are longer and bolder: two windows decide, that hold is
 # tried too, and arrivals do not end a trial, because threads of one process slow each other in ways they do not show.
 
-from __future__ import annotations
-
 from math import ceil, sqrt
 
 from penstock.core.batching.entry import INF
