@@ -14,25 +14,12 @@ from typing import Any, Final, TypeAlias
 import msgspec
 from msgspec import Raw, Struct
 
+from penstock import errors
 from penstock.bulk.types import Answer, Answers, Chunk, PixelMode
 from penstock.client.calls import APIS
 from penstock.client.client import AsyncClient
 from penstock.client.endpoint import ConnectionLost, Endpoint, Unreachable, parse_url, tls_context
 from penstock.client.response import HttpResponse, UnexpectedResponse, one_line, read_error, retry_after_s
-from penstock.errors import (
-    BadRequest,
-    ConfigError,
-    DeadlineExceeded,
-    Forbidden,
-    ItemFailed,
-    ModelNotFound,
-    ModelNotReady,
-    NotSupported,
-    PayloadTooLarge,
-    PenstockError,
-    QueueFull,
-    Unauthorized,
-)
 from penstock.serving.protocols.oip_messages import HEADER_LENGTH, Buffer, encode_request
 from penstock.values import shorten
 
@@ -41,16 +28,22 @@ _logger = logging.getLogger("penstock.bulk")
 METADATA_BYTES: Final = 1 << 20  # limit of a metadata response; some kilobytes are usual
 MAX_SIDE: Final = 16384  # of the frames that a server may ask for
 RETRY_S: Final = 1.0  # between attempts to reach a server that is not up yet
-NOT_UP: Final = (Unreachable, ConnectionLost, DeadlineExceeded, ModelNotReady, QueueFull)  # it may be up later
+NOT_UP: Final = (
+    Unreachable,
+    ConnectionLost,
+    errors.DeadlineExceeded,
+    errors.ModelNotReady,
+    errors.QueueFull,
+)  # it may be up later
 
 
-class NotACaptioner(PenstockError):
+class NotACaptioner(errors.PenstockError):
     """The server responds, but does not describe a captioner of frames."""
 
     code = "not_a_captioner"
 
 
-class ServersDiffer(PenstockError):
+class ServersDiffer(errors.PenstockError):
     """The servers of one job would not produce the same captions."""
 
     code = "servers_differ"
@@ -154,7 +147,7 @@ class Backend:
         return None
 
 
-def failed_row(error: PenstockError, info: ServerInfo, tokens: tuple[int, int] | None = None) -> Answer:
+def failed_row(error: errors.PenstockError, info: ServerInfo, tokens: tuple[int, int] | None = None) -> Answer:
     """The row of an error, without the server's address, which may be another in the next run."""
     return Answer(error=error.message.removeprefix(info.url).lstrip(": "), tokens=tokens)
 
@@ -168,7 +161,7 @@ class PenstockBackend(Backend):
     def __init__(self, asked: Asked) -> None:
         super().__init__(asked)
         if asked != Asked():
-            raise ConfigError(
+            raise errors.ConfigError(
                 "the captioner of `penstock serve` has its own prompt and limits, which its options set; "
                 "--prompt, --system, --max-tokens, --max-pixels, --schema and --request need --backend openai"
             )
@@ -272,12 +265,12 @@ async def fetch(client: AsyncClient, model: str, address: Endpoint) -> ServerInf
     DeadlineExceeded, ModelNotFound, ModelNotReady, QueueFull, Unauthorized, Forbidden, NotACaptioner."""
     try:
         info = read_metadata(await client.metadata(model), address, model)
-    except (BadRequest, ItemFailed, NotSupported, UnexpectedResponse) as exc:
+    except (errors.BadRequest, errors.ItemFailed, errors.NotSupported, UnexpectedResponse) as exc:
         raise NotACaptioner(f"{address.url}: model '{model}' does not describe itself: {exc.message}") from None
-    except ModelNotReady as exc:
-        raise ModelNotReady(f"{address.url}: model '{model}' is not ready: {exc.message}") from None
+    except errors.ModelNotReady as exc:
+        raise errors.ModelNotReady(f"{address.url}: model '{model}' is not ready: {exc.message}") from None
     if not await client.ready(model):
-        raise ModelNotReady(f"{address.url}: model '{model}' is not ready")
+        raise errors.ModelNotReady(f"{address.url}: model '{model}' is not ready")
     return info
 
 
@@ -333,21 +326,21 @@ def _shown(value: object) -> str:
 OUTPUTS = ("caption", "frame_index")
 
 
-class WrongAnswer(PenstockError):
+class WrongAnswer(errors.PenstockError):
     """The response has status 200, but does not hold the captions of this request."""
 
     code = "wrong_answer"
     retryable = True
 
 
-class ServerFault(PenstockError):
+class ServerFault(errors.PenstockError):
     """The server failed on this request: a 5xx other than 502, 503 and 504."""
 
     code = "server_fault"
     retryable = True
 
 
-class RevisionChanged(PenstockError):
+class RevisionChanged(errors.PenstockError):
     """The server now runs another model or other settings; their captions must not be mixed with earlier ones."""
 
     code = "revision_changed"
@@ -463,17 +456,17 @@ def _abridged(frames: list[int]) -> str:
     return ", ".join(map(str, frames[:6])) + (" ..." if len(frames) > 6 else "")
 
 
-_ERRORS: Final[dict[int, type[PenstockError]]] = {
-    401: Unauthorized,
-    403: Forbidden,
-    404: ModelNotFound,
-    408: DeadlineExceeded,
+_ERRORS: Final[dict[int, type[errors.PenstockError]]] = {
+    401: errors.Unauthorized,
+    403: errors.Forbidden,
+    404: errors.ModelNotFound,
+    408: errors.DeadlineExceeded,
     409: ServerFault,  # the server is still working on the same chunk
-    413: PayloadTooLarge,
-    429: QueueFull,
+    413: errors.PayloadTooLarge,
+    429: errors.QueueFull,
     502: ConnectionLost,  # from a gateway: its server is down, or went down with the request
-    503: ModelNotReady,
-    504: DeadlineExceeded,
+    503: errors.ModelNotReady,
+    504: errors.DeadlineExceeded,
 }
 
 
@@ -488,6 +481,6 @@ def check_status(response: HttpResponse, url: str) -> None:
         return
     if status < 400:
         raise WrongAnswer(f"{url} answered {status}, expected 200; redirects are not followed")
-    error = _ERRORS.get(status, ServerFault if status >= 500 else BadRequest)
+    error = _ERRORS.get(status, ServerFault if status >= 500 else errors.BadRequest)
     message = f"{url} answered {status}: {one_line(read_error(response.body)[1])}"
     raise error(message, retry_after_s=retry_after_s(response.headers.get("retry-after", "")))

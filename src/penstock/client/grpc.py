@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import grpc
 
+from penstock import errors
 from penstock.client.calls import GRACE_S, ApiCall, Call, PenstockApi
 from penstock.client.endpoint import (
     ConnectionLost,
@@ -19,19 +20,6 @@ from penstock.client.endpoint import (
 )
 from penstock.client.response import named_error
 from penstock.client.transport import Attempt, Parts, raw_inputs
-from penstock.errors import (
-    BadRequest,
-    Cancelled,
-    ConfigError,
-    Conflict,
-    Forbidden,
-    ItemFailed,
-    ModelNotFound,
-    NotSupported,
-    PenstockError,
-    QueueFull,
-    Unauthorized,
-)
 from penstock.serving.protocols.bodies import ERROR_CODE
 from penstock.serving.protocols.oip_grpc import decode_infer, decode_stream_infer, encode_infer
 from penstock.serving.protocols.oip_messages import InferResponse
@@ -41,15 +29,15 @@ SERVICE: Final = "/inference.GRPCInferenceService/"
 FINAL: Final = "triton_final_response"
 PUSHBACK: Final = "grpc-retry-pushback-ms"
 
-_BY_CODE: Final[dict[grpc.StatusCode, type[PenstockError]]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: BadRequest,
-    grpc.StatusCode.UNAUTHENTICATED: Unauthorized,
-    grpc.StatusCode.PERMISSION_DENIED: Forbidden,
-    grpc.StatusCode.NOT_FOUND: ModelNotFound,
-    grpc.StatusCode.ABORTED: Conflict,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: QueueFull,
-    grpc.StatusCode.CANCELLED: Cancelled,
-    grpc.StatusCode.UNIMPLEMENTED: NotSupported,
+_BY_CODE: Final[dict[grpc.StatusCode, type[errors.PenstockError]]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: errors.BadRequest,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthorized,
+    grpc.StatusCode.PERMISSION_DENIED: errors.Forbidden,
+    grpc.StatusCode.NOT_FOUND: errors.ModelNotFound,
+    grpc.StatusCode.ABORTED: errors.Conflict,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.QueueFull,
+    grpc.StatusCode.CANCELLED: errors.Cancelled,
+    grpc.StatusCode.UNIMPLEMENTED: errors.NotSupported,
     grpc.StatusCode.DEADLINE_EXCEEDED: ResponseTimeout,
     grpc.StatusCode.UNAVAILABLE: ConnectionLost,  # the request may have been sent
 }
@@ -68,7 +56,7 @@ class GrpcTransport:
     ) -> None:
         endpoint = parse_url(f"http{url.removeprefix('grpc')}", tls)
         if endpoint.prefix:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"found '{endpoint.prefix}' after the address of a gRPC server, expected grpc://HOST:PORT"
             )
         check_token_privacy(endpoint, token)
@@ -91,7 +79,7 @@ class GrpcTransport:
         self, call: Call, model: str, inputs: Mapping[str, Any], outputs: Sequence[str] | None
     ) -> Attempt[InferResponse]:
         if call.key:
-            raise NotSupported("gRPC has no idempotency keys; use an http:// URL, or leave the key out")
+            raise errors.NotSupported("gRPC has no idempotency keys; use an http:// URL, or leave the key out")
         request = encode_infer(
             (model, call.version or "", call.request_id), raw_inputs(inputs), outputs, call.triton_parameters()
         )
@@ -142,10 +130,12 @@ class GrpcTransport:
         return attempt
 
     def predict(self, call: Call, model: str, value: Any, content_type: str | None) -> Attempt[Any]:
-        raise NotSupported("gRPC carries arrays only; call infer, or use an http:// URL")
+        raise errors.NotSupported("gRPC carries arrays only; call infer, or use an http:// URL")
 
     def ask(self, call: Call, prepare: Callable[[PenstockApi], ApiCall]) -> tuple[bool, Attempt[Any]]:
-        raise NotSupported("gRPC has infer, stream, ready, live and metadata; use an http:// URL for other calls")
+        raise errors.NotSupported(
+            "gRPC has infer, stream, ready, live and metadata; use an http:// URL for other calls"
+        )
 
     async def close(self) -> None:
         channel, self._channel = self._channel, None
@@ -206,7 +196,7 @@ async def _receive(url: str, stream: Any, wait_s: float) -> tuple[InferResponse,
         return None
     text, response = decode_stream_infer(data)
     if text:
-        raise named_error(str(response.parameters.get(ERROR_CODE, "")), text) or ItemFailed(text)
+        raise named_error(str(response.parameters.get(ERROR_CODE, "")), text) or errors.ItemFailed(text)
     return response, bool(response.parameters.pop(FINAL, False))
 
 
@@ -218,12 +208,12 @@ async def _checked(url: str, answer: Awaitable[Any]) -> Any:
         raise _error_of(url, error) from None
 
 
-def _error_of(url: str, error: grpc.aio.AioRpcError) -> PenstockError:
+def _error_of(url: str, error: grpc.aio.AioRpcError) -> errors.PenstockError:
     code, text = error.code(), (error.details() or "(no text)")[:2000]
     trailing = {name: value for name, value in error.trailing_metadata() or () if isinstance(value, str)}
     found = named_error(trailing.get(ERROR_CODE, ""), text, 500)
     if found is None:
-        kind = _BY_CODE.get(code, ItemFailed)
+        kind = _BY_CODE.get(code, errors.ItemFailed)
         if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in text.lower():
             kind = Unreachable
         elif code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:

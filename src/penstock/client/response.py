@@ -13,26 +13,8 @@ import httptools
 import msgspec
 from msgspec import Struct
 
+from penstock import errors
 from penstock.client.endpoint import ConnectionLost, MalformedResponse, ResponseTooLarge
-from penstock.errors import (
-    BadRequest,
-    Cancelled,
-    Conflict,
-    DeadlineExceeded,
-    Forbidden,
-    ItemFailed,
-    ModelNotFound,
-    ModelNotReady,
-    NotSupported,
-    OutOfMemory,
-    PayloadTooLarge,
-    PenstockError,
-    QueueFull,
-    SequenceLost,
-    Unauthorized,
-    UnsupportedType,
-    from_code,
-)
 from penstock.serving.protocols.bodies import BLANKS, ERROR_CODE
 
 HEAD_BYTES: Final = 64 * 1024  # the limit that servers apply to a request head
@@ -57,7 +39,7 @@ class ResponseBody:
         self._arrival: asyncio.Future[None] | None = None
         self._socket: asyncio.ReadTransport | None = None
         self._paused = False
-        self._error: PenstockError | None = None
+        self._error: errors.PenstockError | None = None
         self.ended = False
 
     def attach(self, socket: asyncio.ReadTransport | None) -> None:
@@ -82,7 +64,7 @@ class ResponseBody:
             self._socket.resume_reading()
         return piece
 
-    def add(self, data: bytes, *, whole: bool) -> PenstockError | None:
+    def add(self, data: bytes, *, whole: bool) -> errors.PenstockError | None:
         """Takes a part of a piece; returns the error for a piece that is too large."""
         self._open.append(data)
         self._open_bytes += len(data)
@@ -105,7 +87,7 @@ class ResponseBody:
             self._socket.pause_reading()
         self._wake()
 
-    def end(self, error: PenstockError | None = None) -> None:
+    def end(self, error: errors.PenstockError | None = None) -> None:
         """Ends the iteration after the pieces that arrived."""
         if not self.ended:
             self.ended, self._error, self._socket = True, error, None
@@ -158,7 +140,7 @@ class ResponseReader:
         self._head_complete = self._until_eof = False
         self._headers: dict[str, str] = {}
         self._parts: list[bytes] = []
-        self._error: PenstockError | None = None
+        self._error: errors.PenstockError | None = None
         self._stream = ResponseBody(self._url, max_body_bytes) if stream else None
         self.head: HttpResponse | None = None  # of a stream
         self.response: HttpResponse | None = None
@@ -167,7 +149,7 @@ class ResponseReader:
     def close(self) -> None:
         del self._parser  # breaks the reference cycle
 
-    def feed(self, data: bytes) -> PenstockError | None:
+    def feed(self, data: bytes) -> errors.PenstockError | None:
         """Parses data; `response` is set once it is complete. Returns the error that ends the connection, if any."""
         self.received_bytes += len(data)
         try:
@@ -184,7 +166,7 @@ class ResponseReader:
         if self._head_complete and self._until_eof:
             self.on_message_complete()
 
-    def fail(self, error: PenstockError) -> None:
+    def fail(self, error: errors.PenstockError) -> None:
         """Ends a stream with an error."""
         if self.head is not None and self.head.parts is not None:
             self.head.parts.end(error)
@@ -243,32 +225,32 @@ TEXT_BYTES: Final = 2000  # of the server's own text in an error message
 LINE_BYTES: Final = 500
 MAX_PAUSE_S: Final = 300.0  # whatever Retry-After says: a server that recovers is not left idle for long
 
-_BY_STATUS: Final[dict[int, type[PenstockError]]] = {
-    401: Unauthorized,
-    403: Forbidden,
-    404: ModelNotFound,
-    405: NotSupported,
-    408: DeadlineExceeded,
-    409: Conflict,
-    410: SequenceLost,
-    413: PayloadTooLarge,
-    415: UnsupportedType,
-    429: QueueFull,
-    499: Cancelled,
-    500: ItemFailed,
-    501: NotSupported,
+_BY_STATUS: Final[dict[int, type[errors.PenstockError]]] = {
+    401: errors.Unauthorized,
+    403: errors.Forbidden,
+    404: errors.ModelNotFound,
+    405: errors.NotSupported,
+    408: errors.DeadlineExceeded,
+    409: errors.Conflict,
+    410: errors.SequenceLost,
+    413: errors.PayloadTooLarge,
+    415: errors.UnsupportedType,
+    429: errors.QueueFull,
+    499: errors.Cancelled,
+    500: errors.ItemFailed,
+    501: errors.NotSupported,
     502: ConnectionLost,  # from a gateway: its server is down, or went down with the request
-    503: ModelNotReady,
-    504: DeadlineExceeded,
-    507: OutOfMemory,  # TorchServe's status
+    503: errors.ModelNotReady,
+    504: errors.DeadlineExceeded,
+    507: errors.OutOfMemory,  # TorchServe's status
 }
 _BY_CODE: Final = {
-    "not_found": NotSupported,  # a route that the server lacks
-    "InternalServerException": ItemFailed,  # TorchServe's status for a handler that raises is 503
+    "not_found": errors.NotSupported,  # a route that the server lacks
+    "InternalServerException": errors.ItemFailed,  # TorchServe's status for a handler that raises is 503
 }
 
 
-class UnexpectedResponse(PenstockError):
+class UnexpectedResponse(errors.PenstockError):
     """The response has a status or a body that the request cannot lead to, such as a redirect."""
 
     code = "unexpected_answer"
@@ -280,7 +262,7 @@ def check(response: HttpResponse, url: str) -> None:
         raise error_of(response, url)
 
 
-def error_of(response: HttpResponse, url: str) -> PenstockError:
+def error_of(response: HttpResponse, url: str) -> errors.PenstockError:
     """The error that a response describes."""
     status = response.status
     code, text = read_error(response.body)
@@ -288,18 +270,18 @@ def error_of(response: HttpResponse, url: str) -> PenstockError:
     if status < 400:
         error = UnexpectedResponse(f"{url} answered {status}, expected 200; redirects are not followed")
     elif error is None:
-        kind = _BY_STATUS.get(status) or (BadRequest if status < 500 else ItemFailed)
+        kind = _BY_STATUS.get(status) or (errors.BadRequest if status < 500 else errors.ItemFailed)
         error = kind(f"{url} answered {status}: {text}")
     error.status = status
     error.retry_after_s = retry_after_s(response.headers.get("retry-after", ""))
     return error
 
 
-def named_error(code: str, text: str, status: int = 0) -> PenstockError | None:
+def named_error(code: str, text: str, status: int = 0) -> errors.PenstockError | None:
     """The error with one of our codes; None for other codes."""
     if code in _BY_CODE:
         return _BY_CODE[code](text)
-    error = from_code(code, text)
+    error = errors.from_code(code, text)
     return error if error.code == code and (code != "internal" or status == 500) else None
 
 

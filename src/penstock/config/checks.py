@@ -13,18 +13,8 @@ from pathlib import Path
 from typing import Final, NoReturn
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
+from penstock.config import schema
 from penstock.config.inputs import input_texts
-from penstock.config.schema import (
-    MOST_HELPERS,
-    MOST_INSTANCES,
-    REMOTE,
-    AutoscaleConfig,
-    Config,
-    ModelConfig,
-    RayConfig,
-    ResidencyConfig,
-    check_sizes,
-)
 from penstock.errors import ConfigError, ErrorList, nearest
 from penstock.values import SIZE_UNITS, quantity, shorten, tensor_specs
 
@@ -44,7 +34,7 @@ _DEVICE = re.compile(
 )
 
 
-def check_config(config: Config) -> None:
+def check_config(config: schema.Config) -> None:
     """Raises ConfigError, with all reasons, if two keys contradict each other or a named file cannot serve."""
     errors = ErrorList()
     _check_models(config, errors)
@@ -59,7 +49,7 @@ def check_config(config: Config) -> None:
     errors.check()
 
 
-def _check_pool(config: Config) -> None:
+def _check_pool(config: schema.Config) -> None:
     limits = config.limits
     if limits.max_body_bytes > limits.pool_bytes:
         raise ConfigError(
@@ -68,7 +58,7 @@ def _check_pool(config: Config) -> None:
         )
 
 
-def _check_tls(config: Config) -> None:
+def _check_tls(config: schema.Config) -> None:
     server = config.server
     if (server.tls_cert is None) != (server.tls_key is None):
         here, absent = ("tls_cert", "tls_key") if server.tls_cert else ("tls_key", "tls_cert")
@@ -90,7 +80,7 @@ def _check_tls(config: Config) -> None:
         read_password(server.tls_password_file, "server.tls_password_file")
 
 
-def _check_store(config: Config) -> None:
+def _check_store(config: schema.Config) -> None:
     store = config.server.model_store
     if store is not None and not os.path.isdir(store):
         raise ConfigError(f"server.model_store: there is no folder {store}")
@@ -104,7 +94,7 @@ def _check_tokens(path: str | None, key: str) -> None:
         log.warning("key=%s file=%s mode=readable_by_others consequence=tokens_are_known", key, path)
 
 
-def thrift_model(config: Config) -> str:
+def thrift_model(config: schema.Config) -> str:
     """The model that answers Thrift calls; "" without a Thrift listener. Raises ConfigError for an unknown model."""
     if config.server.thrift_port is None:
         return ""
@@ -122,7 +112,7 @@ def thrift_model(config: Config) -> str:
     return model
 
 
-def _check_models(config: Config, errors: ErrorList) -> None:
+def _check_models(config: schema.Config, errors: ErrorList) -> None:
     """Sections with the same name are versions of one model; at most one of them is the default or sets its traffic."""
     versions: dict[str, dict[str, str]] = {}
     limits, most = config.limits, config.limits.max_instances
@@ -158,7 +148,7 @@ def _check_models(config: Config, errors: ErrorList) -> None:
                 check_traffic(f"models.{section}.traffic", model.traffic, versions[name])
 
 
-def check_model(model: ModelConfig, where: str = "") -> None:
+def check_model(model: schema.ModelConfig, where: str = "") -> None:
     """Raises ConfigError for an invalid version, tensor, device or number of instances. `where` precedes the key."""
     if not _VERSION.fullmatch(model.version) or model.version in ROUTES:
         raise ConfigError(
@@ -171,18 +161,20 @@ def check_model(model: ModelConfig, where: str = "") -> None:
         if not _DEVICE.fullmatch(device):
             forms = "cpu, cuda (all GPUs), cuda:0, or another accelerator's name in its framework"
             raise ConfigError(f"{where}devices: found {shorten(device, 100)!r}, expected for example {forms}")
-    if model.instances != "auto" and not 1 <= model.instances <= MOST_INSTANCES:  # a caller in Python skips the schema
-        raise ConfigError(f"{where}instances: found {model.instances}, expected 1 to {MOST_INSTANCES} or 'auto'")
-    if model.transport in REMOTE and model.instances == "auto" and model.autoscale.max is None:
+    if (
+        model.instances != "auto" and not 1 <= model.instances <= schema.MOST_INSTANCES
+    ):  # a caller in Python skips the schema
+        raise ConfigError(f"{where}instances: found {model.instances}, expected 1 to {schema.MOST_INSTANCES} or 'auto'")
+    if model.transport in schema.REMOTE and model.instances == "auto" and model.autoscale.max is None:
         raise ConfigError(
             f"{where}instances: found 'auto', which counts this machine's devices; with transport = '{model.transport}'"
             " give a number"
         )
-    if model.transport != "ray" and model.ray != RayConfig():
+    if model.transport != "ray" and model.ray != schema.RayConfig():
         raise ConfigError(f"{where}ray: [ray] keys require transport = 'ray'")
-    if model.transport in ("inline", "thread", *REMOTE):
+    if model.transport in ("inline", "thread", *schema.REMOTE):
         own = ("requirements", "python", "max_requests", "max_memory_bytes")
-        for key in (*own, *(() if model.transport in REMOTE else ("env",))):
+        for key in (*own, *(() if model.transport in schema.REMOTE else ("env",))):
             if getattr(model, key):
                 raise ConfigError(
                     f"{where}{key}: found {getattr(model, key)}, but the {model.transport} transport has no worker"
@@ -194,15 +186,15 @@ def check_model(model: ModelConfig, where: str = "") -> None:
             " use transport = 'thread' or 'process' for more"
         )
     helpers = model.preprocess_processes
-    if not 0 <= helpers <= MOST_HELPERS:  # a caller in Python skips the schema
-        raise ConfigError(f"{where}preprocess_processes: found {helpers}, expected 0 to {MOST_HELPERS}")
+    if not 0 <= helpers <= schema.MOST_HELPERS:  # a caller in Python skips the schema
+        raise ConfigError(f"{where}preprocess_processes: found {helpers}, expected 0 to {schema.MOST_HELPERS}")
     if helpers and model.transport == "inline":
         raise ConfigError(
             f"{where}preprocess_processes: found {helpers}, but the inline transport runs on the event loop, which"
             " cannot wait for helpers; use transport = 'process' or 'thread'"
         )
     _check_autoscale(model, where)
-    check_sizes(model.batching, f"{where}batching.")
+    schema.check_sizes(model.batching, f"{where}batching.")
     if model.residency.keep_alive_s is not None and (model.residency.pinned or model.autoscale.max is not None):
         why = "residency.pinned" if model.residency.pinned else "autoscale.max"
         raise ConfigError(f"{where}residency.keep_alive_s: a model with {why} never leaves; keep one of the two")
@@ -220,7 +212,7 @@ def device_budgets(devices: Mapping[str, int | str]) -> dict[str, int]:
     return found
 
 
-def day_times(scale: AutoscaleConfig, where: str = "") -> tuple[tuple[float, int], ...]:
+def day_times(scale: schema.AutoscaleConfig, where: str = "") -> tuple[tuple[float, int], ...]:
     """The schedule as (seconds since midnight, least instances), in order. Raises ConfigError."""
     found = []
     for text, instances in scale.schedule.items():
@@ -238,7 +230,7 @@ def day_times(scale: AutoscaleConfig, where: str = "") -> tuple[tuple[float, int
     return tuple(sorted(found))
 
 
-def _check_schedule(scale: AutoscaleConfig, where: str) -> None:
+def _check_schedule(scale: schema.AutoscaleConfig, where: str) -> None:
     day_times(scale, where)
     if scale.timezone is None:
         return
@@ -253,11 +245,11 @@ def _check_schedule(scale: AutoscaleConfig, where: str) -> None:
         ) from None
 
 
-def _check_autoscale(model: ModelConfig, where: str) -> None:
+def _check_autoscale(model: schema.ModelConfig, where: str) -> None:
     """Raises ConfigError for limits that contradict each other, or a model whose instances cannot come and go."""
     scale = model.autoscale
     if scale.max is None:
-        if scale != AutoscaleConfig():
+        if scale != schema.AutoscaleConfig():
             raise ConfigError(f"{where}autoscale.max: found none, expected the most instances that the load may start")
         return
     if scale.min > scale.max:
@@ -276,7 +268,7 @@ def _check_autoscale(model: ModelConfig, where: str) -> None:
         raise ConfigError(f"{where}autoscale: found slo_s and target_wait_s; keep one of them")
     if model.transport == "inline":
         raise ConfigError(f"{where}autoscale: the inline transport runs one instance; use 'process' or 'thread'")
-    if scale.scale_to_zero and model.residency != ResidencyConfig():
+    if scale.scale_to_zero and model.residency != schema.ResidencyConfig():
         raise ConfigError(
             f"{where}autoscale.scale_to_zero: found true beside [residency], with which its instances stay; keep one of"
             " the two"
@@ -302,7 +294,7 @@ def check_traffic(where: str, weights: Mapping[str, float], versions: Collection
         raise ConfigError(f"{where}: the weights add up to {total:.9g}, expected 1")
 
 
-def tokens_for(config: Config, listener: str) -> frozenset[bytes]:
+def tokens_for(config: schema.Config, listener: str) -> frozenset[bytes]:
     """The bearer tokens that open the listener ("inference", "management", "metrics"); empty if it requires none.
 
     Raises ConfigError for a missing, unreadable or empty token file: the listener would admit everyone or no one.
@@ -338,7 +330,7 @@ def read_password(path: str, key: str) -> bytes:
 UNIX = "unix:"  # a host, followed by the path of a socket
 
 
-def check_bind(config: Config, insecure: bool = False) -> None:
+def check_bind(config: schema.Config, insecure: bool = False) -> None:
     """Raises ConfigError if a listener would be open to other machines with no token and no client certificate.
 
     `insecure` is the flag `--insecure`, the same as `server.insecure`.

@@ -12,36 +12,10 @@ from msgspec.structs import replace
 
 from penstock.config.load import parse_toml
 from penstock.errors import ConfigError, nearest
-from penstock.pipeline import filters
+from penstock.pipeline import filters, lower, notation
 from penstock.pipeline.check import check_structure, entry_of, linked, resolved
 from penstock.pipeline.filters import check_condition, is_target
 from penstock.pipeline.graph import AUTO, REQUEST, Each, Graph, Node, NodeInput, part_name
-from penstock.pipeline.lower import (
-    TARGET,
-    drafts_of,
-    has_model,
-    may_use_gpu,
-    op_class,
-    parameter_name,
-    rooted,
-    steps_of,
-    takes_size,
-)
-from penstock.pipeline.notation import (
-    EACH,
-    FIELDS,
-    GRAPH_FIELDS,
-    NODE,
-    ONE_NODE_KEYS,
-    ONLY_IN_NODES,
-    ONLY_WITH_A_MODEL,
-    PIPELINE,
-    PLACE,
-    SERVER_TABLES,
-    OpDraft,
-    TomlSource,
-    dialect,
-)
 from penstock.pipeline.ops.base import DATA, NODE_NAME, RESULT, parameters_of
 from penstock.plugins import located
 from penstock.types import TensorSpec
@@ -52,7 +26,7 @@ MAX_BATCH, MAX_BATCH_COMPAT, MAX_BATCH_OF_USERS = 8, 1, 64
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,127}")
 _DEVICE = re.compile(rf"{AUTO}|cpu|cuda(:\d{{1,2}})?")
 _GLOBAL = "global"  # the table in which TorchPipe's parse_toml puts the keys above all tables
-NO_NODES = (*SERVER_TABLES, _GLOBAL)  # names that a node cannot have
+NO_NODES = (*notation.SERVER_TABLES, _GLOBAL)  # names that a node cannot have
 
 _STEPS = {"ops", "backend"}
 _OUTPUT = ("tensor", "from")  # keys of an output in [pipeline.outputs]
@@ -67,12 +41,12 @@ def load_graph(path: str | Path, *, compat: bool = False) -> Graph:
     file = Path(path).expanduser()
     tables, text = parse_toml(file)
     folder = str(located(file).parent)
-    return _graph(tables, TomlSource(str(path), text), name=file.stem, folder=folder, compat=compat)
+    return _graph(tables, notation.TomlSource(str(path), text), name=file.stem, folder=folder, compat=compat)
 
 
-def source_of(path: str | Path) -> TomlSource:
+def source_of(path: str | Path) -> notation.TomlSource:
     """The source of a file, for errors with lines. Raises ConfigError: no such file, or not TOML."""
-    return TomlSource(str(path), parse_toml(Path(path).expanduser())[1])
+    return notation.TomlSource(str(path), parse_toml(Path(path).expanduser())[1])
 
 
 def read_tables(path: str | Path) -> dict[str, Any]:
@@ -82,20 +56,20 @@ def read_tables(path: str | Path) -> dict[str, Any]:
 
 def parse_graph(tables: Mapping[str, Any], *, name: str, folder: str, compat: bool = False) -> Graph:
     """The graph of parsed tables. Relative paths start at `folder`. Raises ConfigError."""
-    return _graph(tables, TomlSource(name), name=name, folder=folder, compat=compat)
+    return _graph(tables, notation.TomlSource(name), name=name, folder=folder, compat=compat)
 
 
-def _graph(tables: Mapping[str, Any], source: TomlSource, *, name: str, folder: str, compat: bool) -> Graph:
+def _graph(tables: Mapping[str, Any], source: notation.TomlSource, *, name: str, folder: str, compat: bool) -> Graph:
     settings = _settings(tables.get("pipeline", {}), source)
     compat = compat or bool(settings.get("compat"))
     folder = os.path.abspath(folder)
     name = settings.get("name", name)
     nodes = _tables_of_nodes(tables, re.sub(r"[^A-Za-z0-9_-]", "_", name), source)
-    nodes = dialect().tables(nodes, source)
+    nodes = notation.dialect().tables(nodes, source)
     given = tables[_GLOBAL] if isinstance(tables.get(_GLOBAL), dict) else {}
     plain = {k: v for k, v in tables.items() if not isinstance(v, dict)} | given
     single = not nodes.keys() & tables.keys()
-    reader = NodeReader(source, {} if single else dialect().table(plain, "", source), folder, compat)
+    reader = NodeReader(source, {} if single else notation.dialect().table(plain, "", source), folder, compat)
     reader.check_defaults()
     read: dict[str, Node] = {}
     for node, table in nodes.items():
@@ -103,13 +77,13 @@ def _graph(tables: Mapping[str, Any], source: TomlSource, *, name: str, folder: 
         if of:
             read[node] = _alias(node, table, read[of], source, folder)
         else:
-            read[node] = reader.read(node, dialect().table(table, node, source))
+            read[node] = reader.read(node, notation.dialect().table(table, node, source))
     reader.check_unused()
     asks = settings.get("client_request", False)
     takes = Graph("", {}, "", takes=settings.get("inputs", ("data",)), client_request=asks).begins_with
     made = linked(read, source, compat=compat, takes=takes)
     entry = entry_of(made, settings.get("entry"), source, compat=compat)
-    fields = {field: settings[key] for key, field in GRAPH_FIELDS.items() if key in settings}
+    fields = {field: settings[key] for key, field in notation.GRAPH_FIELDS.items() if key in settings}
     given = [i for name, text in settings.pop("sources", {}).items() for i in reader.inputs(REQUEST, name, text)]
     response = Node(REQUEST)
     fields["sources"] = tuple(resolved(response, i, made, source, compat, takes) for i in given)
@@ -118,16 +92,20 @@ def _graph(tables: Mapping[str, Any], source: TomlSource, *, name: str, folder: 
     return graph
 
 
-def _settings(table: Any, source: TomlSource) -> dict[str, Any]:
+def _settings(table: Any, source: notation.TomlSource) -> dict[str, Any]:
     """The values of `[pipeline]`."""
     if not isinstance(table, dict):
         raise source.error("", "pipeline", f"found {found(table)}, expected a table")
     settings: dict[str, Any] = {}
     for key, value in table.items():
-        if key not in PIPELINE:
-            raise source.error("pipeline", key, f"unknown key{nearest(key, PIPELINE)}; known are {', '.join(PIPELINE)}")
+        if key not in notation.PIPELINE:
+            raise source.error(
+                "pipeline",
+                key,
+                f"unknown key{nearest(key, notation.PIPELINE)}; known are {', '.join(notation.PIPELINE)}",
+            )
         try:
-            settings[key] = PIPELINE[key].read(value)
+            settings[key] = notation.PIPELINE[key].read(value)
         except ConfigError as e:
             raise source.error("pipeline", key, e.message) from None
     for key, field in (("inputs", "tensors"), ("outputs", "results")):
@@ -137,7 +115,9 @@ def _settings(table: Any, source: TomlSource) -> dict[str, Any]:
     return settings
 
 
-def _tensors(where: str, table: dict[str, Any], settings: dict[str, Any], source: TomlSource) -> tuple[TensorSpec, ...]:
+def _tensors(
+    where: str, table: dict[str, Any], settings: dict[str, Any], source: notation.TomlSource
+) -> tuple[TensorSpec, ...]:
     """The tensors of `[pipeline.inputs]` or `[pipeline.outputs]`. The nodes' fields of outputs become `sources`."""
     specs: list[TensorSpec] = []
     for name, value in table.items():
@@ -158,12 +138,12 @@ def _tensors(where: str, table: dict[str, Any], settings: dict[str, Any], source
     return tuple(specs)
 
 
-def _tables_of_nodes(tables: Mapping[str, Any], name: str, source: TomlSource) -> dict[str, dict[str, Any]]:
+def _tables_of_nodes(tables: Mapping[str, Any], name: str, source: notation.TomlSource) -> dict[str, dict[str, Any]]:
     """The table of each node and alias, in the file's order. A file without tables may be a single node."""
     nodes: dict[str, dict[str, Any]] = {}
     for node, table in tables.items():
         if isinstance(table, dict) and node not in NO_NODES:
-            aliases = {k: v for k, v in table.items() if k not in NODE and _is_alias(v)}
+            aliases = {k: v for k, v in table.items() if k not in notation.NODE and _is_alias(v)}
             nodes[node] = {k: v for k, v in table.items() if k not in aliases}
             if aliases and not nodes[node]:
                 alias = f"{node}.{next(iter(aliases))}"
@@ -179,7 +159,7 @@ def _tables_of_nodes(tables: Mapping[str, Any], name: str, source: TomlSource) -
         )
     if "metrics" in tables:
         raise source.error("metrics", "", "pipelines have no such table; set metrics_host and metrics_port in [server]")
-    if not nodes and ONE_NODE_KEYS & tables.keys():
+    if not nodes and notation.ONE_NODE_KEYS & tables.keys():
         nodes = {name: {k: v for k, v in tables.items() if not isinstance(v, dict)}}
     if not nodes:
         raise source.error("", "", 'found no node; expected a table such as [decode] with backend = "DecodeMat"')
@@ -200,17 +180,17 @@ def _aliased(name: str, table: Mapping[str, Any], nodes: Mapping[str, Any]) -> s
     return of if of in nodes and _is_alias(table) else ""
 
 
-def _alias(name: str, table: Mapping[str, Any], of: Node, source: TomlSource, folder: str) -> Node:
+def _alias(name: str, table: Mapping[str, Any], of: Node, source: notation.TomlSource, folder: str) -> Node:
     """A node that shares the instances of another at its own place in the graph."""
-    keys = dialect().table({k: v for k, v in table.items() if k != "backend"}, name, source)
+    keys = notation.dialect().table({k: v for k, v in table.items() if k != "backend"}, name, source)
     own = NodeReader(source, {}, folder, False).read(name, keys)
-    return replace(of, alias_of=of.name, **{key: getattr(own, key) for key in PLACE})
+    return replace(of, alias_of=of.name, **{key: getattr(own, key) for key in notation.PLACE})
 
 
 class NodeReader:
     """Reads tables of native keys as nodes, with the `defaults` of the file's top level."""
 
-    def __init__(self, source: TomlSource, defaults: Mapping[str, Any], folder: str, compat: bool) -> None:
+    def __init__(self, source: notation.TomlSource, defaults: Mapping[str, Any], folder: str, compat: bool) -> None:
         self._source = source
         self._defaults = defaults
         self._folder = folder
@@ -220,17 +200,17 @@ class NodeReader:
     def check_defaults(self) -> None:
         """Raises ConfigError for a default that belongs to one node, or has a bad value."""
         for key, value in self._defaults.items():
-            if key in ONLY_IN_NODES:
+            if key in notation.ONLY_IN_NODES:
                 raise self._source.error("", key, "belongs to one node, but is above all tables; move it to a node")
-            if key in NODE:
+            if key in notation.NODE:
                 self._value("", key, value)
 
     def check_unused(self) -> None:
         """Raises ConfigError for a default that no op accepts. In TorchPipe's dialect it warns."""
         for key in self._defaults:
-            if key in self._used or key in NODE or key in dialect().keys:
+            if key in self._used or key in notation.NODE or key in notation.dialect().keys:
                 continue
-            message = f"unknown key: no op of this file has it{nearest(key, NODE)}"
+            message = f"unknown key: no op of this file has it{nearest(key, notation.NODE)}"
             if not self._compat:
                 raise self._source.error("", key, message)
             self._source.warn("", key, f"{message}; ignored")
@@ -240,36 +220,36 @@ class NodeReader:
         source = self._source
         has_steps = _STEPS & table.keys()
         keys = {k: v for k, v in self._defaults.items() if not (has_steps and k in _STEPS)} | dict(table)
-        values = {key: self._value(name, key, keys[key]) for key in NODE if key in keys}
+        values = {key: self._value(name, key, keys[key]) for key in notation.NODE if key in keys}
         self._set_processes(name, keys, table, values)
         with self._locating(name, keys, table):
-            drafts = drafts_of(keys)
+            drafts = lower.drafts_of(keys)
             for draft in drafts:
-                draft.params = rooted(draft.params, self._folder)
-            drafts = dialect().fan_out(drafts, values)
-            model = has_model(drafts)
+                draft.params = lower.rooted(draft.params, self._folder)
+            drafts = notation.dialect().fan_out(drafts, values)
+            model = lower.has_model(drafts)
             if model:
                 self._set_max_batch(keys, values, drafts)
-            if may_use_gpu(drafts):
+            if lower.may_use_gpu(drafts):
                 values.setdefault("device", AUTO)
-        for key in () if model else ONLY_WITH_A_MODEL - table.keys():
+        for key in () if model else notation.ONLY_WITH_A_MODEL - table.keys():
             values.pop(key, None), keys.pop(key, None)
         self._check_sizes(name, values)
-        free = (keys if self._compat else table).keys() - NODE.keys()
+        free = (keys if self._compat else table).keys() - notation.NODE.keys()
         with self._locating(name, keys, table):
-            steps, taken = steps_of(drafts, keys, sorted(free), self._folder)
+            steps, taken = lower.steps_of(drafts, keys, sorted(free), self._folder)
             values["filter"], used = filters.completed(values.get("filter", "swap"), keys, free - taken)
         taken |= used
         if values.get("pad_to") and not model:
             raise source.error(name, "pad_to", "applies to the input of a model, but the node has none")
         self._used |= taken
-        for key in [key for key in table if key not in NODE and key not in taken]:
+        for key in [key for key in table if key not in notation.NODE and key not in taken]:
             self._reject_unknown(name, key, drafts)
         device = values.get("device", "cpu")
         if not _DEVICE.fullmatch(device):
             raise source.error(name, "device", f"found {found(device)}, expected auto, cpu, cuda, or such as cuda:0")
         values["device"] = "cuda:0" if device == "cuda" else device
-        fields = {field: values[key] for key, field in FIELDS.items() if key in values}
+        fields = {field: values[key] for key, field in notation.FIELDS.items() if key in values}
         fields |= {field: fields[field] / 1000 for field in ("wait_s", "deadline_s") if field in fields}
         if (when := values.get("when")) is not None:
             fields["when"] = self._condition(name, when)
@@ -282,7 +262,7 @@ class NodeReader:
 
     def _value(self, node: str, key: str, value: Any) -> Any:
         try:
-            return NODE[key].read(value)
+            return notation.NODE[key].read(value)
         except ConfigError as e:
             raise self._source.error(node, key, e.message) from None
 
@@ -293,16 +273,18 @@ class NodeReader:
             yield
         except ConfigError as e:
             verbs = "( is| =| and|: found)"
-            named = (key for key in keys if re.search(rf"(^|: ){re.escape(parameter_name(key))}{verbs}", e.message))
+            named = (
+                key for key in keys if re.search(rf"(^|: ){re.escape(lower.parameter_name(key))}{verbs}", e.message)
+            )
             key = next(named, next((key for key in _STEPS if key in table), ""))
             raise self._source.error(node, key, e.message) from None
 
-    def _set_max_batch(self, keys: dict[str, Any], values: dict[str, Any], drafts: list[OpDraft]) -> None:
+    def _set_max_batch(self, keys: dict[str, Any], values: dict[str, Any], drafts: list[notation.OpDraft]) -> None:
         """Sets `max_batch` by dialect."""
         if "max_batch" not in values:
             usual = MAX_BATCH
             if self._compat:  # in TorchPipe, a user's op limits its batches itself
-                usual = MAX_BATCH_COMPAT if takes_size(drafts) else MAX_BATCH_OF_USERS
+                usual = MAX_BATCH_COMPAT if lower.takes_size(drafts) else MAX_BATCH_OF_USERS
             most = max(values["sizes"]) if values.get("sizes") else usual
             keys["max_batch"] = values["max_batch"] = max(most, values.get("min_batch", 1))
 
@@ -337,7 +319,7 @@ class NodeReader:
     def _condition(self, node: str, text: str) -> str:
         """A condition that can be parsed or imported, with a path based on the folder."""
         if is_target(text):
-            text = rooted({TARGET: text}, self._folder)[TARGET]
+            text = lower.rooted({lower.TARGET: text}, self._folder)[lower.TARGET]
         try:
             check_condition(text)
         except ConfigError as e:
@@ -369,21 +351,21 @@ class NodeReader:
         return inputs
 
     def _each(self, node: str, values: Mapping[str, Any]) -> Each | None:
-        given = {EACH[key]: values[key] for key in EACH if key in values}
+        given = {notation.EACH[key]: values[key] for key in notation.EACH if key in values}
         if given and "body" not in values:
-            key = next(key for key in EACH if key in values)
+            key = next(key for key in notation.EACH if key in values)
             raise self._source.error(node, key, "needs 'body' (TorchPipe's jump), the node where the children begin")
         if "each" in values:
             return Each(**{"gather": (RESULT,), **given})
-        for key in EACH:
+        for key in notation.EACH:
             if key in values and key != "body":
                 raise self._source.error(node, key, "needs 'each', the field to split, for a fan-out")
         return Each(**given) if given else None
 
-    def _reject_unknown(self, node: str, key: str, drafts: list[OpDraft]) -> None:
+    def _reject_unknown(self, node: str, key: str, drafts: list[notation.OpDraft]) -> None:
         """Raises ConfigError for a key that no op accepts. In TorchPipe's dialect it warns."""
-        of_ops = [name for draft in drafts for name in parameters_of(op_class(draft.op, draft.params))]
-        known = [*NODE, *of_ops, *dialect().used_keys]
+        of_ops = [name for draft in drafts for name in parameters_of(lower.op_class(draft.op, draft.params))]
+        known = [*notation.NODE, *of_ops, *notation.dialect().used_keys]
         ops = ", ".join(dict.fromkeys(draft.op for draft in drafts)) or "none"
         hint = nearest(key, known) or f" (ops of this node: {ops})"
         if not self._compat:

@@ -18,20 +18,9 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from penstock import metrics
+from penstock import errors, metrics
 from penstock.core.worker.batch import LogLimiter
 from penstock.core.worker.devices import visible_gpus
-from penstock.errors import (
-    ENDS,
-    BadRequest,
-    ItemFailed,
-    LoadFailed,
-    OutOfMemory,
-    PenstockError,
-    WrongRowCount,
-    describe,
-    out_of_memory,
-)
 from penstock.pipeline import filters
 from penstock.pipeline.collate import PadTo
 from penstock.pipeline.filters import Filter
@@ -209,7 +198,7 @@ class NodeModel:
         else:
             outcome = "run" if fields.get(RESULT) is None else "skip"
         if outcome == "error":
-            raise ItemFailed("the filter of the op returned Error")
+            raise errors.ItemFailed("the filter of the op returned Error")
         (self._passed.add if outcome == "skip" else self._passed.discard)(i)
         return {"run": True, "skip": False}.get(outcome)
 
@@ -260,12 +249,12 @@ class NodeModel:
             results = op([fields[DATA] for _, fields in given], [fields for _, fields in given])
             if len(results) != n:
                 found = f"{len(results)} results for {n} items"
-                raise WrongRowCount(f"op '{step.name}' returned {found}, expected one for each item")
+                raise errors.WrongRowCount(f"op '{step.name}' returned {found}, expected one for each item")
         except BaseException as e:
             node = self._node
-            if n > 1 and node.idempotent and (node.retry_split or out_of_memory(e)):
-                if isinstance(e, ENDS):
-                    raise ItemFailed(f"op '{step.name}' raised {type(e).__name__}") from e
+            if n > 1 and node.idempotent and (node.retry_split or errors.out_of_memory(e)):
+                if isinstance(e, errors.ENDS):
+                    raise errors.ItemFailed(f"op '{step.name}' raised {type(e).__name__}") from e
                 raise
             for i, fields in given:
                 out[i] = self._error(e, step, fields, visits[i])
@@ -281,12 +270,12 @@ class NodeModel:
 
     # ---- errors
 
-    def _error(self, error: BaseException, step: _Step, fields: Fields, visit: Visit) -> PenstockError:
+    def _error(self, error: BaseException, step: _Step, fields: Fields, visit: Visit) -> errors.PenstockError:
         """The error of one item. Its message may leave the process; its detail names the position."""
         node = f"node '{self._node.name}'"
         position = f"{node}, op '{step.name}'"
         where = f"{position}, item {visit.place} of its batch"
-        if isinstance(error, PenstockError):
+        if isinstance(error, errors.PenstockError):
             detail = f"{where}\n{error.detail}"
             named = re.match(rf"(op ')?{re.escape(step.name)}\b", error.message)
             message = f"{node if named else position}: {error.message}"
@@ -299,14 +288,14 @@ class NodeModel:
                 return error
         if isinstance(error, KeyError) and error.args == (DATA,) and DATA not in fields:
             names = ", ".join(map(str, fields)) or "none"
-            return BadRequest(f"{position} found no field 'data', only: {names}", detail=where)
+            return errors.BadRequest(f"{position} found no field 'data', only: {names}", detail=where)
         text = "".join(traceback.format_exception(error))
-        key = f"{step.name} raised {describe(error)}"
+        key = f"{step.name} raised {errors.describe(error)}"
         if self._log_limiter.admits(key):
             log.warning("item_failed where=%r error=%r: its caller gets an error\n%s", where, key, text)
-        if out_of_memory(error):
-            return OutOfMemory(f"{position} ran out of memory on this item", detail=f"{where}\n{text}")
-        return ItemFailed(f"{position} raised {type(error).__name__}", detail=f"{where}\n{text}")
+        if errors.out_of_memory(error):
+            return errors.OutOfMemory(f"{position} ran out of memory on this item", detail=f"{where}\n{text}")
+        return errors.ItemFailed(f"{position} raised {type(error).__name__}", detail=f"{where}\n{text}")
 
 
 def _store(fields: Fields, result: Any) -> None:
@@ -428,7 +417,7 @@ def _device(node: Node) -> str:
         else:
             known = import_onnxruntime().get_available_providers()
             usable, needed = bool({CUDA, TENSORRT} & set(known)), "onnxruntime-gpu"
-    except LoadFailed:  # loading the node reports it
+    except errors.LoadFailed:  # loading the node reports it
         return "cpu"
     if not usable:
         log.warning("node=%s device=cpu hint=install %s to use the GPU", node.name, needed)

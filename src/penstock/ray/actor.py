@@ -18,19 +18,7 @@ from msgspec import Struct
 
 from penstock.core.transports.child import unpack_spec
 from penstock.core.transports.launch import PackedSpec
-from penstock.core.wire.messages import (
-    Buffer,
-    Frame,
-    MessageReader,
-    MessageWriter,
-    PartMessage,
-    RunBatch,
-    ToWorker,
-    WorkerFailed,
-    WorkerUp,
-    head_of,
-    sendable,
-)
+from penstock.core.wire import messages
 from penstock.core.wire.slabs import Slab
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.main import open_model
@@ -41,7 +29,7 @@ Message = tuple[bytes, list[Any]]
 """(head, buffers): one message as an argument or a result of an actor's method."""
 
 
-class RayWriter(MessageWriter):
+class RayWriter(messages.MessageWriter):
     """The payloads of a message through Ray, which copies them once, into its object store."""
 
     __slots__ = ()
@@ -49,7 +37,7 @@ class RayWriter(MessageWriter):
     def __init__(self) -> None:
         super().__init__(None)
 
-    def keep(self, data: Buffer) -> Buffer:
+    def keep(self, data: messages.Buffer) -> messages.Buffer:
         return data
 
     def message(self, head: bytes) -> Message:
@@ -64,25 +52,25 @@ def with_views(items: list[Item]) -> list[Item]:
     ]
 
 
-def of_part(message: PartMessage, outbox: RayWriter) -> Message:
+def of_part(message: messages.PartMessage, outbox: RayWriter) -> Message:
     """The form of a part whose results `outbox` has packed."""
     try:
-        return outbox.message(head_of(message))
+        return outbox.message(messages.head_of(message))
     except Exception as e:  # a codec or a model made a value that cannot be encoded
-        sendable(message.part, e)
-        return outbox.message(head_of(message))
+        messages.sendable(message.part, e)
+        return outbox.message(messages.head_of(message))
 
 
 class RayReader:
     """Reads messages of one kind. The memory of what they hold belongs to the reader and is writable."""
 
     def __init__(self, kind: Any) -> None:
-        self._reader = MessageReader(kind, _not_shared)
+        self._reader = messages.MessageReader(kind, _not_shared)
 
     def read(self, message: Message) -> Any:
         """Raises msgspec.DecodeError or ValueError if the peer is broken."""
         head, buffers = message
-        return self._reader.read(Frame(head, [bytearray(buffer) for buffer in buffers]))
+        return self._reader.read(messages.Frame(head, [bytearray(buffer) for buffer in buffers]))
 
 
 def _not_shared(offset: int, length: int, writable: bool) -> NoReturn:
@@ -120,7 +108,7 @@ class RayWorker:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "penstock-model")
-        self._inbox = RayReader(ToWorker)
+        self._inbox = RayReader(messages.ToWorker)
         self._abandoned = 0  # the last abandoned batch
         self._runner: BatchRunner | None = None
 
@@ -166,14 +154,14 @@ class RayWorker:
             self._runner, ready = open_model(spec, device, shown_device)
         except PenstockError as e:
             error = e if isinstance(e, (LoadFailed, TargetNotFound)) else LoadFailed(e.message, detail=e.detail)
-            return head_of(WorkerFailed(error)), []
+            return messages.head_of(messages.WorkerFailed(error)), []
         ready.pid = 0  # on another machine
         gc.collect()
         gc.freeze()  # loaded objects stay: later collections can skip them
-        return head_of(WorkerUp(ready)), []
+        return messages.head_of(messages.WorkerUp(ready)), []
 
     def _run(self, message: Message, send: Send) -> None:
-        run: RunBatch = self._inbox.read(message)
+        run: messages.RunBatch = self._inbox.read(message)
         del message
         assert self._runner is not None
 
@@ -182,7 +170,7 @@ class RayWorker:
                 raise Cancelled("the caller no longer waits for this stream")
             outbox = RayWriter()
             outbox.results(run.items, part.results)
-            send(of_part(PartMessage(part, [], []), outbox))
+            send(of_part(messages.PartMessage(part, [], []), outbox))
 
         self._runner.run(run.id, self._runner.decode(run.items), emit)
 

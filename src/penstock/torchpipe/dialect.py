@@ -11,15 +11,7 @@ from msgspec import Struct
 from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError
 from penstock.pipeline.notation import Dialect, Key, TomlSource
-from penstock.torchpipe import ops
-from penstock.torchpipe.expressions import (
-    flattened,
-    set_places,
-    with_backend,
-    with_calls,
-    with_instances,
-    without_calls,
-)
+from penstock.torchpipe import expressions, ops
 from penstock.values import found
 
 KeyState = Literal["used", "ignored", "rewritten", "not supported"]
@@ -113,7 +105,7 @@ def native_table(table: dict[str, Any], node: str, source: TomlSource) -> dict[s
     """The table with native keys instead of TorchPipe's. Other keys stay. Raises ConfigError."""
     given: dict[str, Any] = {}
     table = {key: _of_groups(key, value, node, source) for key, value in table.items()}
-    for key, value in with_backend(table, node, source).items():
+    for key, value in expressions.with_backend(table, node, source).items():
         known = TORCHPIPE.get(key)
         if known is not None and value in NO_EFFECT.get(key, ()):
             source.warn(node, key, f"is ignored: {known.why}")
@@ -246,11 +238,11 @@ def map_inputs(value: Any) -> dict[str, str]:
 DIALECT = Dialect(
     keys=frozenset(TORCHPIPE),
     used_keys=tuple(key.name for key in TORCHPIPE.values() if key.state == "used"),
-    tables=lambda tables, source: with_calls(with_instances(tables, source)),
+    tables=lambda tables, source: expressions.with_calls(expressions.with_instances(tables, source)),
     table=native_table,
-    flatten=flattened,
-    place=set_places,
-    fan_out=without_calls,
+    flatten=expressions.flattened,
+    place=expressions.set_places,
+    fan_out=expressions.without_calls,
     ops=ops.OPS,
     absent_ops={name.lower(): why for name, why in ops.NOT_HERE.items()},
     filters=ops.FILTERS,

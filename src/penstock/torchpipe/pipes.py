@@ -19,16 +19,7 @@ from penstock.pipeline.notation import NODE
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import DATA, EVENT, NODE_NAME, RESULT, Fields
 from penstock.pipeline.traversal import ItemOutcome
-from penstock.torchpipe.boundary import (
-    Event,
-    NoData,
-    NoSuchNode,
-    answering,
-    as_runtime_error,
-    is_rows,
-    to_array,
-    to_tensor,
-)
+from penstock.torchpipe import boundary
 
 log = logging.getLogger("penstock.torchpipe")
 
@@ -57,7 +48,7 @@ class pipe:
             self._graph = graph_of(config)
             self._pipeline = LocalPipeline(self._graph)
         except PenstockError as e:
-            raise as_runtime_error(e) from None
+            raise boundary.as_runtime_error(e) from None
         self._warned_s = -WARN_AGAIN_S
         self._mats = {name: _gives_mat(self._graph, name) for name in self._graph.nodes}
         # in a thread of its own, because any thread may drop the last reference to a pipe at any point
@@ -117,9 +108,9 @@ class pipe:
             fields, node = self._prepare(item)
             outcome = self._pipeline.infer(fields, node)
         except PenstockError as e:
-            raise as_runtime_error(e) from None
+            raise boundary.as_runtime_error(e) from None
         if outcome.error is not None and not isinstance(outcome.error, DecodeError):
-            raise as_runtime_error(outcome.error) from None
+            raise boundary.as_runtime_error(outcome.error) from None
         self._fill(item, fields, outcome)
 
     def _many(self, data: list[Item]) -> None:
@@ -137,15 +128,15 @@ class pipe:
         try:
             outcomes = self._pipeline.infer_many([(fields, node) for _, fields, node in waiting])
         except PenstockError as e:  # the pipeline is closed
-            raise as_runtime_error(e) from None
+            raise boundary.as_runtime_error(e) from None
         for (item, fields, _), outcome in zip(waiting, outcomes, strict=True):
             self._fill(item, fields, outcome)
 
-    def _begin(self, item: Item, event: Event) -> None:
+    def _begin(self, item: Item, event: boundary.Event) -> None:
         """Begins an item without waiting for it. The event is settled when the dict is filled."""
 
         def end(outcome: ItemOutcome) -> None:
-            with answering():
+            with boundary.answering():
                 self._fill(item, fields, outcome)
                 error = None if isinstance(outcome.error, DecodeError) else item.get(EXCEPTION)
                 event.settle(error)
@@ -167,8 +158,8 @@ class pipe:
         item.pop(EXCEPTION, None)
         if DATA not in item:
             names = ", ".join(map(repr, item)) or "nothing"
-            raise NoData(f"found {names}, expected '{DATA}' among the fields of an item")
-        fields = {name: to_array(value) for name, value in item.items() if name != EVENT}
+            raise boundary.NoData(f"found {names}, expected '{DATA}' among the fields of an item")
+        fields = {name: boundary.to_array(value) for name, value in item.items() if name != EVENT}
         node, nodes = fields.get(NODE_NAME), self._graph.nodes
         if len(nodes) == 1:
             return fields, None  # whatever its name
@@ -176,7 +167,7 @@ class pipe:
             node = node.removeprefix("node.")  # TorchPipe registers the node a as node.a
         if node is not None and node not in nodes:
             known = ", ".join(nodes)
-            raise NoSuchNode(
+            raise boundary.NoSuchNode(
                 f"{NODE_NAME} is {fields[NODE_NAME]!r}, expected one of {known}{nearest(str(node), nodes)}"
             )
         return fields, node
@@ -188,13 +179,13 @@ class pipe:
             return
         for name, value in outcome.fields.items():
             if name == RESULT:
-                item[RESULT] = value if self._mats.get(outcome.node) else to_tensor(value)
+                item[RESULT] = value if self._mats.get(outcome.node) else boundary.to_tensor(value)
             elif name not in (DATA, NODE_NAME) and fields.get(name) is not value:
-                item[name] = to_tensor(value) if is_rows(value) else value
+                item[name] = boundary.to_tensor(value) if boundary.is_rows(value) else value
 
     def _fail(self, item: Item, error: PenstockError) -> None:
         """Writes an item's error into its dict. Also warns once a minute, for programs that only look for `result`."""
-        item[EXCEPTION] = as_runtime_error(error)
+        item[EXCEPTION] = boundary.as_runtime_error(error)
         now = time.monotonic()
         level = logging.DEBUG if now - self._warned_s < WARN_AGAIN_S else logging.WARNING
         if level == logging.WARNING:
@@ -233,20 +224,20 @@ class Interpreter:
         return self._pipe
 
 
-def _event_of(item: Item) -> Event | None:
+def _event_of(item: Item) -> boundary.Event | None:
     """The event of an item, which counts the item. Raises TypeError, ValueError."""
     event = item.get(EVENT)
     if event is None:
         return None
-    if not isinstance(event, Event):
+    if not isinstance(event, boundary.Event):
         raise TypeError(f"found a {type(event).__name__} as '{EVENT}', expected an Event")
     event.begin()
     return event
 
 
-def _events_of(data: list[Item]) -> list[Event | None]:
+def _events_of(data: list[Item]) -> list[boundary.Event | None]:
     """The events of a list of items. Raises TypeError, ValueError, which the counted events also report."""
-    events: list[Event | None] = []
+    events: list[boundary.Event | None] = []
     try:
         for item in data:
             events.append(_event_of(item))

@@ -10,23 +10,13 @@ from weakref import WeakValueDictionary
 
 from msgspec import Struct, structs
 
+from penstock import errors
 from penstock.config.checks import check_model
 from penstock.config.load import model_config
 from penstock.config.schema import Config, ModelConfig
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.engine.rules import check_devices, devices_of, file_stamps
-from penstock.errors import (
-    BadRequest,
-    ConfigError,
-    Conflict,
-    Forbidden,
-    LoadFailed,
-    ModelNotFound,
-    ModelNotReady,
-    PenstockError,
-    describe,
-)
 from penstock.plugins import is_whole_file
 from penstock.types import ModelStatus
 
@@ -61,11 +51,11 @@ class Management:
 
     def check_open(self) -> None:
         if not self._config.server.management:
-            raise Forbidden("changing models is off: set management = true in [server]")
+            raise errors.Forbidden("changing models is off: set management = true in [server]")
         if self._engine.draining:
-            raise ModelNotReady("the server is draining: it accepts no changes", retry_after_s=1.0)
+            raise errors.ModelNotReady("the server is draining: it accepts no changes", retry_after_s=1.0)
         if not self.started:
-            raise ModelNotReady("the server is starting: its models are still loading", retry_after_s=1.0)
+            raise errors.ModelNotReady("the server is starting: its models are still loading", retry_after_s=1.0)
 
     def statuses(self) -> list[ModelStatus]:
         return self._engine.all_statuses()
@@ -73,7 +63,7 @@ class Management:
     def learned(self, model: str, version: str) -> dict[str, object]:
         try:
             return self._engine.statistics(model, version)
-        except ModelNotFound:  # not loaded yet, or no longer
+        except errors.ModelNotFound:  # not loaded yet, or no longer
             return {}
 
     # ---- changes
@@ -139,8 +129,8 @@ class Management:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, PenstockError):  # a bug, whose reason no caller receives
-            log.error("change_failed error=%s", describe(error), exc_info=error)
+        if error is not None and not isinstance(error, errors.PenstockError):  # a bug, whose reason no caller receives
+            log.error("change_failed error=%s", errors.describe(error), exc_info=error)
 
     async def _in_turn(self, model: str, change: Change, reload: bool = False) -> None:
         """Makes a change after those of the same model before it. Raises its errors, BadRequest for a ConfigError."""
@@ -153,15 +143,15 @@ class Management:
             try:
                 if (running := change()) is not None:
                     await running
-            except ConfigError as e:
-                raise BadRequest(e.message) from None
+            except errors.ConfigError as e:
+                raise errors.BadRequest(e.message) from None
 
     async def _put(self, model: str, config: ModelConfig, instances: int | None = None) -> None:
         self._unless_unloaded(model, config.version)
         handle = self._engine.prepare(model, config, sys_path=self._sys_path, instances=instances)
         try:
             await self._engine.put(handle, drain_s=self._config.server.drain_s)
-        except (LoadFailed, ConfigError) as e:
+        except (errors.LoadFailed, errors.ConfigError) as e:
             raise self._not_loaded(e, f"model '{model}' version '{config.version}' could not be loaded") from e
         log.info("loaded model=%s version=%s", model, config.version)
 
@@ -187,13 +177,15 @@ class Management:
         for unload in self._unloads:
             if unload.model == model and unload.version in (None, version):
                 unload.ended_a_load = True
-                raise Conflict(f"model '{model}' version '{version}' is about to be unloaded: nothing was started")
+                raise errors.Conflict(
+                    f"model '{model}' version '{version}' is about to be unloaded: nothing was started"
+                )
 
     async def _scale(self, model: str, version: str | None, instances: int) -> None:
         self._unless_unloaded(model, self._engine.version_of(model, version))
         try:
             await self._engine.scale(model, instances, version, drain_s=self._config.server.drain_s)
-        except (LoadFailed, ConfigError) as e:
+        except (errors.LoadFailed, errors.ConfigError) as e:
             raise self._not_loaded(e, f"a new instance of model '{model}' could not be loaded") from None
 
     # ---- permissions
@@ -202,19 +194,19 @@ class Management:
         """Raises BadRequest, Forbidden."""
         keys = dict(keys)
         if keys.pop("name", model) != model:
-            raise BadRequest(f"name: the path names the model '{model}'; leave the key out")
+            raise errors.BadRequest(f"name: the path names the model '{model}'; leave the key out")
         if keys.setdefault("version", version or "1") != (version or keys["version"]):
-            raise BadRequest(f"version: the path names version '{version}'; leave the key out")
+            raise errors.BadRequest(f"version: the path names version '{version}'; leave the key out")
         if "traffic" in keys:
-            raise BadRequest("traffic: set it by PUT /models/{model}/traffic, once the version is loaded")
+            raise errors.BadRequest("traffic: set it by PUT /models/{model}/traffic, once the version is loaded")
         if "target" not in keys:
-            raise BadRequest('target: found none, expected for instance "app.py:Model"')
+            raise errors.BadRequest('target: found none, expected for instance "app.py:Model"')
         try:
             config = model_config(keys, model)
             check_model(config)
             check_devices(config)
-        except ConfigError as e:
-            raise BadRequest(e.message) from None
+        except errors.ConfigError as e:
+            raise errors.BadRequest(e.message) from None
         self._bound(config.autoscale.max or len(devices_of(config)))
         return self._guarded(model, config)
 
@@ -226,25 +218,25 @@ class Management:
         default = ModelConfig(target=target)
         for key in _OWN:
             if getattr(config, key) not in (getattr(default, key), getattr(own, key)):
-                raise Forbidden(f"{key}: it can only be set in the server's configuration")
+                raise errors.Forbidden(f"{key}: it can only be set in the server's configuration")
         for key, value, known in (
             ("transport", config.transport, own.transport),
             ("batching.policy", config.batching.policy, own.batching.policy),
         ):
             if ":" in value and value != known:
-                raise Forbidden(f"{key}: a class can only be named in the server's configuration")
+                raise errors.Forbidden(f"{key}: a class can only be named in the server's configuration")
         return structs.replace(config, target=target, **{key: getattr(own, key) for key in _OWN})
 
     def _bound(self, instances: int) -> None:
         limit = self._config.limits.max_instances
         if not 1 <= instances <= limit:
-            raise BadRequest(f"instances: found {instances}, expected 1 to {limit} (limits.max_instances)")
+            raise errors.BadRequest(f"instances: found {instances}, expected 1 to {limit} (limits.max_instances)")
 
     @staticmethod
-    def _not_loaded(error: PenstockError, what: str) -> LoadFailed:
+    def _not_loaded(error: errors.PenstockError, what: str) -> errors.LoadFailed:
         """The error for the caller; the reason, which may name paths, goes to the log."""
         log.warning("load_failed: %s error=%s%s", what, error, f"\n{error.detail}" if error.detail else "")
-        return LoadFailed(f"{what}; nothing has changed; the server's log has the reason")
+        return errors.LoadFailed(f"{what}; nothing has changed; the server's log has the reason")
 
 
 def _by_version(models: Mapping[str, ModelConfig]) -> dict[tuple[str, str], ModelConfig]:
@@ -278,9 +270,9 @@ class AllowedTargets:
         where, colon, attribute = target.rpartition(":")
         named = bool(colon and where and attribute) or is_whole_file(target)
         if not named or not target.isprintable():
-            raise BadRequest("target: expected for instance app.py:Model, model.onnx or pipeline.toml")
+            raise errors.BadRequest("target: expected for instance app.py:Model, model.onnx or pipeline.toml")
         if "://" in target:
-            raise Forbidden("target: models are not loaded from URLs; put the file into server.model_store")
+            raise errors.Forbidden("target: models are not loaded from URLs; put the file into server.model_store")
         known = [(name, section) for name, section in self._known if _names(section.target, target)]
         if known:
             _, section = max(known, key=lambda k: (k[0] == model) + (k[0] == model and k[1].version == version))
@@ -290,15 +282,15 @@ class AllowedTargets:
             file = os.path.realpath(os.path.join(self._store, target if whole else where))
             if file.startswith(self._store + os.sep):
                 if not (is_whole_file(file) if whole else file.endswith(".py")) or not os.path.isfile(file):
-                    raise BadRequest("target: the model store has no such file")
+                    raise errors.BadRequest("target: the model store has no such file")
                 if whole:
                     return file, None
                 if not attribute.isidentifier():  # "model.py:os.system" is not what the owner of the file offers
-                    raise BadRequest(
+                    raise errors.BadRequest(
                         "target: expected the name of a function, class or object of the file, without dots"
                     )
                 return f"{file}:{attribute}", None
-        raise Forbidden(
+        raise errors.Forbidden(
             "target: it is neither one that the server's configuration names nor a file in server.model_store"
         )
 

@@ -22,26 +22,8 @@ from typing import NoReturn
 from penstock import tracing
 from penstock.core.transports.concurrent import ConcurrentBatches
 from penstock.core.transports.turns import Turns
+from penstock.core.wire import messages
 from penstock.core.wire.lending import LENT_BYTES, Region
-from penstock.core.wire.messages import (
-    LARGE_BYTES,
-    PREDICTED,
-    AbandonBatch,
-    Buffer,
-    Frame,
-    FrameDecoder,
-    FreeReplies,
-    MessageReader,
-    MessageWriter,
-    PartMessage,
-    RunBatch,
-    StopWorker,
-    ToWorker,
-    WorkerFailed,
-    WorkerUp,
-    sendable,
-    write,
-)
 from penstock.core.wire.slabs import HeldSlabs, Lease, Slab, SlabPool, lease, map_read_only
 from penstock.core.worker import nesting
 from penstock.core.worker.batch import Decoded
@@ -59,8 +41,8 @@ ORPHAN_GRACE_S = 1.0
 RECEIVE_BYTES = 256 * 2**10
 BRIEF_S = 0.0005  # of running: during a shorter batch, a reader hides less than its wake-up costs
 
-Work = tuple[RunBatch, Decoded, list[Lease]]
-Finishing = tuple[RunBatch, list[Lease], Callable[[], BatchPart]]
+Work = tuple[messages.RunBatch, Decoded, list[Lease]]
+Finishing = tuple[messages.RunBatch, list[Lease], Callable[[], BatchPart]]
 
 
 class Inbox:
@@ -75,7 +57,7 @@ class Inbox:
         self._objects: mmap.mmap | None = None  # the same memory, writable; mapped for the first object that needs it
         self._leases: list[Lease] = []  # of the message being read
         self._frames = _receive(sock)
-        self._messages = MessageReader(ToWorker, self._lease, self._borrow)
+        self._messages = messages.MessageReader(messages.ToWorker, self._lease, self._borrow)
         self.turns: Turns[Work] = Turns(self._receive)
         self.sent: dict[int, Slab] = {}  # in the reply region, until the parent has read them
         self.abandoned = 0  # the last abandoned batch
@@ -83,7 +65,7 @@ class Inbox:
         self.runner: BatchRunner | None = None
         self.concurrent: ConcurrentBatches | None = None
 
-    def hello(self) -> Frame:
+    def hello(self) -> messages.Frame:
         """The first message."""
         return next(self._frames)
 
@@ -107,13 +89,13 @@ class Inbox:
         message = self._messages.read(frame)
         del frame  # it refers to the payloads
         self._take(message)
-        return isinstance(message, RunBatch)
+        return isinstance(message, messages.RunBatch)
 
-    def _take(self, message: ToWorker) -> None:
-        if isinstance(message, (RunBatch, FreeReplies)):
+    def _take(self, message: messages.ToWorker) -> None:
+        if isinstance(message, (messages.RunBatch, messages.FreeReplies)):
             for offset in message.free:
                 self.sent.pop(offset).release()
-        if isinstance(message, RunBatch):
+        if isinstance(message, messages.RunBatch):
             assert self.runner is not None
             leases, self._leases = self._leases, []
             decoded = self.runner.decode(message.items)
@@ -121,12 +103,12 @@ class Inbox:
                 self.turns.put((message, decoded, leases))
             else:
                 self.concurrent.run(message, decoded, leases)
-        elif isinstance(message, AbandonBatch):
+        elif isinstance(message, messages.AbandonBatch):
             if self.concurrent is None:
                 self.abandoned = message.id
             else:
                 self.concurrent.abandon(message.id)
-        elif isinstance(message, StopWorker):
+        elif isinstance(message, messages.StopWorker):
             self._stop()
 
     def _stop(self) -> None:
@@ -162,8 +144,8 @@ class Inbox:
         return view
 
 
-def _receive(sock: socket.socket) -> Iterator[Frame]:
-    decoder = FrameDecoder()
+def _receive(sock: socket.socket) -> Iterator[messages.Frame]:
+    decoder = messages.FrameDecoder()
     buffer = memoryview(bytearray(RECEIVE_BYTES))
     while True:
         try:
@@ -181,13 +163,13 @@ class Worker:
     def __init__(self, sock: socket.socket, pool: tuple[int, int] | None, replies: SlabPool) -> None:
         """`pool`: descriptor and size of the parent's."""
         self._sock = sock
-        predicted = replies.allocate(PREDICTED.size)
+        predicted = replies.allocate(messages.PREDICTED.size)
         assert predicted is not None
         assert not predicted.offset, "the parent reads it at the start of the region"
         self._predicted = predicted
         self._replies = replies
         self._held = HeldSlabs()
-        self._large_bytes = LARGE_BYTES
+        self._large_bytes = messages.LARGE_BYTES
         self._inbox = Inbox(sock, pool)
         self._finisher: Finisher[Finishing] | None = None
         self._runner: BatchRunner | None = None
@@ -199,11 +181,11 @@ class Worker:
         threading.Thread(target=inbox.read, name="penstock-reader", daemon=True).start()
         try:
             self._runner, ready, lends = _open(hello)
-            self._large_bytes = LENT_BYTES if lends else LARGE_BYTES
+            self._large_bytes = LENT_BYTES if lends else messages.LARGE_BYTES
             inbox.runner = self._runner
         except PenstockError as e:
             error = e if isinstance(e, (LoadFailed, TargetNotFound)) else LoadFailed(e.message, detail=e.detail)
-            self._send(write(WorkerFailed(error)))
+            self._send(messages.write(messages.WorkerFailed(error)))
             _end(1)
         gc.collect()
         gc.freeze()  # loaded objects stay: later collections can skip them
@@ -211,7 +193,7 @@ class Worker:
             ready.concurrency = self._runner.model.concurrency
             ready.mode = "continuous" if isinstance(self._runner.model.loop, StepLoop) else "batch"
             inbox.concurrent = ConcurrentBatches(self._runner, self._replies, self._pack, self._send)
-        self._send(write(WorkerUp(ready)))
+        self._send(messages.write(messages.WorkerUp(ready)))
         if inbox.concurrent is not None:
             self._attend(inbox.concurrent)
         else:
@@ -273,11 +255,11 @@ class Worker:
     def _begun(self, box: list[Work]) -> Finishing:
         """Launches or predicts the batch in the box; returns what the finisher needs."""
         run, decoded, leases = box.pop()  # this thread must not refer to the payloads once the finisher does
-        PREDICTED.pack_into(self._predicted.view, 0, run.id)
+        messages.PREDICTED.pack_into(self._predicted.view, 0, run.id)
         assert self._runner is not None
         return run, leases, self._runner.begin(run.id, decoded, partial(self._emit, run, None))
 
-    def _emit(self, run: RunBatch, final: list[BatchPart] | None, part: BatchPart) -> None:
+    def _emit(self, run: messages.RunBatch, final: list[BatchPart] | None, part: BatchPart) -> None:
         """Sends a part of a stream; keeps the final one in `final`, which is None if the finisher makes it."""
         if final is None:
             assert self._finisher is not None
@@ -288,12 +270,12 @@ class Worker:
         self._inbox.turns.give()  # the parent may abandon the stream
         if self._inbox.abandoned == run.id:
             raise Cancelled("the caller no longer waits for this stream")
-        outbox = MessageWriter(self._replies, self._large_bytes)
+        outbox = messages.MessageWriter(self._replies, self._large_bytes)
         outbox.results(run.items, part.results)
-        self._send(self._pack(PartMessage(part, [], []), outbox))
+        self._send(self._pack(messages.PartMessage(part, [], []), outbox))
 
-    def _answer(self, run: RunBatch, leases: list[Lease], part: BatchPart) -> None:
-        outbox = MessageWriter(self._replies, self._large_bytes)
+    def _answer(self, run: messages.RunBatch, leases: list[Lease], part: BatchPart) -> None:
+        outbox = messages.MessageWriter(self._replies, self._large_bytes)
         outbox.results(run.items, part.results)
         held: list[int] = []
         let_go: list[int] = []
@@ -301,7 +283,7 @@ class Worker:
             for item in run.items:
                 item.payload = None
             held, let_go = self._held.after(leases)
-        self._send(self._pack(PartMessage(part, held, let_go), outbox))
+        self._send(self._pack(messages.PartMessage(part, held, let_go), outbox))
 
     def _finish(self, box: list[Finishing]) -> None:
         """In the finisher's thread: makes the final part of the batch in the box, while the next one is predicted."""
@@ -311,22 +293,22 @@ class Worker:
             del finish  # it refers to the payloads
             self._answer(run, leases, part)
         except SystemExit as e:
-            PREDICTED.pack_into(self._predicted.view, 0, run.id)  # this batch ends the worker
+            messages.PREDICTED.pack_into(self._predicted.view, 0, run.id)  # this batch ends the worker
             _exit(e)
         except BaseException:
             traceback.print_exc()
             _end(1)
 
-    def _pack(self, message: PartMessage, outbox: MessageWriter) -> list[Buffer]:
+    def _pack(self, message: messages.PartMessage, outbox: messages.MessageWriter) -> list[messages.Buffer]:
         for slab in outbox.slabs:
             self._inbox.sent[slab.offset] = slab
         try:
-            return write(message, outbox.buffers)
+            return messages.write(message, outbox.buffers)
         except Exception as e:  # a codec or a model made a value that cannot be encoded
-            sendable(message.part, e)
-            return write(message, outbox.buffers)
+            messages.sendable(message.part, e)
+            return messages.write(message, outbox.buffers)
 
-    def _send(self, pieces: list[Buffer]) -> None:
+    def _send(self, pieces: list[messages.Buffer]) -> None:
         try:
             for piece in pieces:
                 self._sock.sendall(piece)
@@ -334,7 +316,7 @@ class Worker:
             _end(0)  # the parent is gone
 
 
-def _open(hello: Frame) -> tuple[BatchRunner, Ready, bool]:
+def _open(hello: messages.Frame) -> tuple[BatchRunner, Ready, bool]:
     """Loads the target of the first message. The last value: `lends` of its spec."""
     paths, device, shown_device, files, main = pickle.loads(hello.head)  # from our own parent
     sys.path[:] = [each for path in paths for each in (sys.path if path is None else (path,))]
@@ -346,7 +328,7 @@ def _open(hello: Frame) -> tuple[BatchRunner, Ready, bool]:
     return *open_model(spec, device, shown_device), spec.lends
 
 
-def unpack_spec(data: Buffer, files: Sequence[tuple[str, str]], main: str) -> WorkerSpec:
+def unpack_spec(data: messages.Buffer, files: Sequence[tuple[str, str]], main: str) -> WorkerSpec:
     """The spec that `launch.pack_spec` packed: its files and script first, because unpickling it may need them.
 
     Raises LoadFailed, TargetNotFound.

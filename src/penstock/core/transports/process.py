@@ -23,28 +23,8 @@ from penstock.core.os_threads import usable_cores
 from penstock.core.transports.launch import Child, PackedSpec, launch, pack_spec
 from penstock.core.transports.output import Output
 from penstock.core.transports.slot import Sent, SlotTransport, WorkerSlot, unpin, within
+from penstock.core.wire import messages
 from penstock.core.wire.lending import LENT_BYTES, Lender
-from penstock.core.wire.messages import (
-    LARGE_BYTES,
-    PREDICTED,
-    AbandonBatch,
-    Buffer,
-    Frame,
-    FrameDecoder,
-    FrameError,
-    FreeReplies,
-    FromWorker,
-    MessageReader,
-    MessageWriter,
-    PartMessage,
-    Pickled,
-    RunBatch,
-    StopWorker,
-    WorkerFailed,
-    WorkerNews,
-    WorkerUp,
-    write,
-)
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import BadOutput, ItemFailed, LoadFailed, PenstockError, WorkerDied
@@ -75,7 +55,7 @@ class Channel:
         self,
         loop: asyncio.AbstractEventLoop,
         sock: socket.socket,
-        on_frame: Callable[[Frame], None],
+        on_frame: Callable[[messages.Frame], None],
         on_end: Callable[[], None],
         patient: bool = False,
         drains: bool = False,
@@ -86,7 +66,7 @@ class Channel:
         self._sock = sock
         self._on_frame = on_frame
         self._on_end, self._on_block = on_end, on_block
-        self.decoder = FrameDecoder()
+        self.decoder = messages.FrameDecoder()
         self._buffer = memoryview(buffer or bytearray(RECEIVE_BYTES))
         self._unsent: deque[memoryview] = deque()
         self._open, self._flush_due = True, False
@@ -96,14 +76,14 @@ class Channel:
         self.sent_bytes = 0
         loop.add_reader(sock.fileno(), self._readable)
 
-    def send(self, pieces: list[Buffer], more: bool = False) -> None:
+    def send(self, pieces: list[messages.Buffer], more: bool = False) -> None:
         """Sends one frame; with `more`, waits for the next one or `flush`. Does nothing after the end of the stream."""
         if self._open:
             self._unsent.extend(map(memoryview, pieces))
             if not more:
                 self.flush()
 
-    def send_soon(self, pieces: list[Buffer]) -> None:
+    def send_soon(self, pieces: list[messages.Buffer]) -> None:
         """Sends one frame, together with the others of this pass of the loop."""
         self.send(pieces, more=True)
         if not self._flush_due:
@@ -186,10 +166,10 @@ class Channel:
             return False
         except OSError:
             count = 0
-        frames: list[Frame] = []
+        frames: list[messages.Frame] = []
         try:
             frames = self.decoder.feed(self._buffer[:count])
-        except FrameError as e:
+        except messages.FrameError as e:
             log.error("channel_broken error=%s: it is closed", e)
             count = 0
         if count == 0:
@@ -273,7 +253,7 @@ class _ProcessSlot(WorkerSlot):
         self._held: dict[int, Slab] = {}  # by offset: pinned because the model still refers to them
         self._free: list[int] = []  # offsets of the reply region to free
         self._finisher: asyncio.TimerHandle | None = None
-        self._inbox = MessageReader(FromWorker, self._read_reply)
+        self._inbox = messages.MessageReader(messages.FromWorker, self._read_reply)
         self._wait = ActiveWait()
 
     # ---- start and end
@@ -296,7 +276,7 @@ class _ProcessSlot(WorkerSlot):
 
     def abandon(self, batch_id: int) -> None:
         if self._child is not None:
-            self._channel.send(write(AbandonBatch(batch_id)))
+            self._channel.send(messages.write(messages.AbandonBatch(batch_id)))
 
     def kill(self, why: PenstockError) -> None:
         """Requests a dump of all stacks, and kills the worker a second later."""
@@ -311,7 +291,7 @@ class _ProcessSlot(WorkerSlot):
             return
         gone = self._gone
         if idle and self.up:
-            self._channel.send(write(StopWorker()))
+            self._channel.send(messages.write(messages.StopWorker()))
             if await within(gone, STOP_S):
                 return
         self._error = WorkerDied("the workers were stopped before the batch was answered")
@@ -349,7 +329,7 @@ class _ProcessSlot(WorkerSlot):
         self._child = None
         how = child.ended()
         # A worker that we killed is to blame for the batch we waited for, not for the one it predicted.
-        predicted = PREDICTED.unpack_from(child.replies)[0] if self._error is None else 0
+        predicted = messages.PREDICTED.unpack_from(child.replies)[0] if self._error is None else 0
         if child.pidfd is not None:
             self.loop.remove_reader(child.pidfd)
         child.close()
@@ -370,10 +350,12 @@ class _ProcessSlot(WorkerSlot):
     # ---- batches
 
     def submit(self, batch: Batch) -> list[Slab] | BatchPart:
-        outbox = MessageWriter(self._pool, LENT_BYTES if self.spec.lends else LARGE_BYTES, lends=self.spec.lends)
+        outbox = messages.MessageWriter(
+            self._pool, LENT_BYTES if self.spec.lends else messages.LARGE_BYTES, lends=self.spec.lends
+        )
         try:
             items = outbox.items(batch.items, self.spec.wants_headers, self.asks_requests)
-            pieces = write(RunBatch(batch.id, items, self._free), outbox.buffers)
+            pieces = messages.write(messages.RunBatch(batch.id, items, self._free), outbox.buffers)
         except Exception as e:
             log.exception("batch_not_sent model=%s: its callers get an error", self.spec.name)
             for slab in outbox.slabs:
@@ -393,26 +375,26 @@ class _ProcessSlot(WorkerSlot):
             slab.release()  # created here: freed with the pin
         return slabs
 
-    def _on_frame(self, frame: Frame) -> None:
+    def _on_frame(self, frame: messages.Frame) -> None:
         try:
             message = self._inbox.read(frame)
-            if isinstance(message, PartMessage):
+            if isinstance(message, messages.PartMessage):
                 self._on_part(message)
-            elif isinstance(message, WorkerNews):
+            elif isinstance(message, messages.WorkerNews):
                 for offset in message.let_go:
                     self._held.pop(offset).unpin()
                 if message.metrics:
                     self.listener.slot_metrics(self.number, message.metrics)
-            elif isinstance(message, WorkerUp):
+            elif isinstance(message, messages.WorkerUp):
                 self.is_up(message.ready)
-            elif isinstance(message, WorkerFailed):
+            elif isinstance(message, messages.WorkerFailed):
                 self._error = message.error
         except Exception as e:  # a worker with invalid messages is treated as dead
             log.exception("worker_broken model=%s slot=%d: it is killed", self.spec.name, self.number)
             self._error = self._error or WorkerDied(f"the worker's answer cannot be read: {type(e).__name__}")
             self._finish_in(0)
 
-    def _on_part(self, message: PartMessage) -> None:
+    def _on_part(self, message: messages.PartMessage) -> None:
         part = message.part
         sent = self.answered(part)
         self._wait.end()
@@ -420,11 +402,11 @@ class _ProcessSlot(WorkerSlot):
         if part.final and (sent.slabs or message.let_go):
             self._let_go(sent, message)
         if self._free and (len(self._free) > MAX_FREE or not (self.sent or self.spec.lends)):
-            self._channel.send(write(FreeReplies(self._free)))
+            self._channel.send(messages.write(messages.FreeReplies(self._free)))
             self._free = []
         self.deliver(sent.on_part, part)
 
-    def _let_go(self, sent: Sent, message: PartMessage) -> None:
+    def _let_go(self, sent: Sent, message: messages.PartMessage) -> None:
         """Unpins the slabs of an answered batch, except those that the model still refers to."""
         for offset in message.let_go:
             self._held.pop(offset).unpin()
@@ -435,7 +417,7 @@ class _ProcessSlot(WorkerSlot):
             else:
                 slab.unpin()
 
-    def _read_reply(self, offset: int, length: int, writable: bool) -> Buffer:
+    def _read_reply(self, offset: int, length: int, writable: bool) -> messages.Buffer:
         assert self._child is not None
         self._free.append(offset)
         if not writable:
@@ -482,7 +464,7 @@ class _LendingSlot(_ProcessSlot):
         self._free += self._lender.returned()
         return super().submit(batch)
 
-    def _read_reply(self, offset: int, length: int, writable: bool) -> Buffer:
+    def _read_reply(self, offset: int, length: int, writable: bool) -> messages.Buffer:
         assert self._lender is not None
         self._free += self._lender.returned()
         lent = self._lender.lend(offset, length) if writable else None
@@ -492,7 +474,7 @@ class _LendingSlot(_ProcessSlot):
 def unpickle(results: list[ItemResult | None]) -> None:
     """Loads the Python objects among the results of a worker; one that cannot be loaded fails alone."""
     for i, result in enumerate(results):
-        if result is None or type(result.body) is not Pickled:
+        if result is None or type(result.body) is not messages.Pickled:
             continue
         try:
             result.body = result.body.load()

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import structs
 
-from penstock import metrics
+from penstock import errors, metrics
 from penstock.config.checks import read_labels
 from penstock.config.inputs import images_in, input_texts
 from penstock.config.schema import BatchingConfig, check_lengths, with_options
@@ -22,15 +22,6 @@ from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.profile import RowsCoupled, warm_up
 from penstock.core.worker.python_model import Helpers, PythonModel, Tensors, is_torch_module
 from penstock.core.worker.spec import WorkerSpec, Wrapped
-from penstock.errors import (
-    ConfigError,
-    LoadFailed,
-    LoadOutOfMemory,
-    PenstockError,
-    describe,
-    nearest,
-    out_of_memory,
-)
 from penstock.plugins import is_model_file, is_pipeline_file, load_object, raised_at, resolve
 from penstock.types import Graphs, ModelMetadata, Ready
 
@@ -66,7 +57,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         batching = with_options(spec.config.batching, declared)
         check_lengths(batching)
         if config.transport != "process" and batching.concurrency not in ("auto", 1):
-            raise LoadFailed(f"concurrency = {batching.concurrency} needs transport = 'process'")
+            raise errors.LoadFailed(f"concurrency = {batching.concurrency} needs transport = 'process'")
         model.begin_loop(batching)
         model.pad(_ladder(batching, None))
         metadata = _metadata(model, spec)
@@ -79,7 +70,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
                 why = (
                     'so batches cannot be padded; leave the key out, or set rows = "axis0" if its rows are independent'
                 )
-                raise LoadFailed(f"batching.sizes: {e}, {why}") from e
+                raise errors.LoadFailed(f"batching.sizes: {e}, {why}") from e
             coupled, declared = str(e), {**declared, "rows": "none"}
             batching = with_options(spec.config.batching, declared)
             model.unbatch()
@@ -91,14 +82,14 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
             if model.graphs is not None and model.graphs.sizes:  # their times are others than those of the first runs
                 profile, _ = warm_up(runner, structs.replace(batching, rows="axis0"))
         opened = True
-    except PenstockError:
+    except errors.PenstockError:
         raise
     except SystemExit as e:
-        raise LoadFailed(f"loading '{spec.name}' called sys.exit({e.code})") from e
+        raise errors.LoadFailed(f"loading '{spec.name}' called sys.exit({e.code})") from e
     except Exception as e:
         text = "".join(traceback.format_exception(e))
-        kind = LoadOutOfMemory if out_of_memory(e) else LoadFailed
-        raise kind(f"loading '{spec.name}' raised {describe(e)}{raised_at(e)}", detail=text) from e
+        kind = errors.LoadOutOfMemory if errors.out_of_memory(e) else errors.LoadFailed
+        raise kind(f"loading '{spec.name}' raised {errors.describe(e)}{raised_at(e)}", detail=text) from e
     finally:
         if helpers is not None and not opened:
             helpers.close()
@@ -142,7 +133,7 @@ def _metadata(model: PythonModel, spec: WorkerSpec) -> ModelMetadata:
     outputs = [output.name for output in found.outputs]
     for name in config.labels:
         if outputs and name not in outputs:
-            raise ConfigError(f"labels.{name}: the model has no such output{nearest(name, outputs)}")
+            raise errors.ConfigError(f"labels.{name}: the model has no such output{errors.nearest(name, outputs)}")
     labels = {name: read_labels(path, f"labels.{name}") for name, path in config.labels.items()}
     keys = {name: getattr(config, name) for name in ("strict_json", "strict_parameters", "typed_contents")}
     return structs.replace(found, labels=labels, **keys)
@@ -157,7 +148,7 @@ def _found(target: Any, spec: WorkerSpec) -> Any:
             if not str(e).startswith("Can't get attribute"):  # the module raised it
                 raise
             advice = "define it at the top level of its file, not under if __name__ == '__main__'"
-            raise LoadFailed(f"the target is not found in a worker ({e}): {advice}") from e
+            raise errors.LoadFailed(f"the target is not found in a worker ({e}): {advice}") from e
         return _found(target, spec)
     if isinstance(target, Wrapped):
         wrap: Any = load_object(target.wrapper)
@@ -180,7 +171,7 @@ def _model(found: Any, spec: WorkerSpec) -> tuple[Any, dict[str, Tensors]]:
     if taken:
         return found, {}
     for name in images_in(config.inputs):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"inputs.{name}.layout: found for a Python model, which receives images as clients send them; leave layout,"
             " mean and std out, and normalise in the model"
         )
@@ -190,12 +181,12 @@ def _model(found: Any, spec: WorkerSpec) -> tuple[Any, dict[str, Tensors]]:
 def _helpers(spec: WorkerSpec, target: Any) -> Helpers:
     """Running processes for `preprocess` of a target. Raises LoadFailed for one without it, or that fails there."""
     if not callable(getattr(target, "preprocess", None)) or hasattr(target, "__penstock_columns__"):
-        raise LoadFailed(
+        raise errors.LoadFailed(
             f"preprocess_processes: found {spec.config.preprocess_processes}, but '{spec.config.target}' is no Python"
             " class with preprocess(item); leave the key out"
         )
     try:
         helpers: Helpers = resolve("runtime", "preprocess")(spec)
-    except PenstockError as e:
-        raise LoadFailed(f"preprocess_processes: {e.message}", detail=e.detail) from e
+    except errors.PenstockError as e:
+        raise errors.LoadFailed(f"preprocess_processes: {e.message}", detail=e.detail) from e
     return helpers

@@ -34,6 +34,7 @@ from penstock.perf.bench.document import (
 from penstock.perf.bench.measurement import Objective, Slo, parse_slo
 from penstock.perf.bench.plots import BAD, FAINT, SERIES, draw_each, seconds_axis
 from penstock.perf.bench.results import command_line
+from penstock.perf.simulate import replay
 from penstock.perf.simulate.costs import CostCurve, parse_memory, read_cost
 from penstock.perf.simulate.planner import (
     LONG,
@@ -45,17 +46,6 @@ from penstock.perf.simulate.planner import (
     objective_of,
     tail,
     useful,
-)
-from penstock.perf.simulate.replay import (
-    COLUMNS,
-    ReplayResult,
-    describe,
-    parse_duration,
-    parse_policies,
-    parse_sizes,
-    read_arrivals,
-    read_batches,
-    read_lengths,
 )
 from penstock.perf.simulate.simulator import OpenLoop
 
@@ -76,15 +66,17 @@ def run_plan(flags: dict[str, Any]) -> int:
     slo = read_slo(flags["slo"])
     curve = read_cost(flags["cost"], flags)
     recorded = os.path.exists(flags["arrivals"])
-    texts = OpenLoop((), (), read_lengths(flags["lengths"], SAMPLE, flags["seed"]) if flags["lengths"] else ())
+    texts = OpenLoop((), (), replay.read_lengths(flags["lengths"], SAMPLE, flags["seed"]) if flags["lengths"] else ())
     options = read_options(flags, slo, curve, texts)
     longest_s = LONG * curve.seconds(texts.full_batch(max(options.batches), options.max_tokens)[1])
 
     def usual_s(rate: float) -> float:
         return max(PEAK / rate, longest_s)
 
-    load, remark = read_arrivals(flags, usual_s)
-    others = None if recorded else read_arrivals({**flags, "seed": flags["seed"] + 1, "duration": None}, usual_s)[0]
+    load, remark = replay.read_arrivals(flags, usual_s)
+    others = (
+        None if recorded else replay.read_arrivals({**flags, "seed": flags["seed"] + 1, "duration": None}, usual_s)[0]
+    )
     notes = [remark.removeprefix("; ") + " and were sorted"] if remark else []
     notes += _holes(load) if recorded else []
     started = time.perf_counter()
@@ -93,7 +85,7 @@ def run_plan(flags: dict[str, Any]) -> int:
     planner = Planner(load, curve, options, others)
     plan = planner.plan()
     plan = msgspec.structs.replace(plan, notes=[*notes, *plan.notes])
-    report = PlanReport(plan, describe(flags["arrivals"], load), curve.source, command_line(sys.argv[1:]))
+    report = PlanReport(plan, replay.describe(flags["arrivals"], load), curve.source, command_line(sys.argv[1:]))
     took = f"{planner.requests:,} requests simulated in {time.perf_counter() - started:.3g} s"
     if flags["output"] is not None:
         _, page = publish(flags["output"], report.compose(), lambda: draw_each(_PLOTS, report), {PLAN: plan})
@@ -118,12 +110,12 @@ def read_slo(text: str) -> Slo:
 
 def read_options(flags: dict[str, Any], slo: Slo, curve: CostCurve, texts: OpenLoop) -> PlanOptions:
     """What to plan for; `texts` has some of the lengths. Raises ConfigError."""
-    policies = parse_policies(flags["policy"])
+    policies = replay.parse_policies(flags["policy"])
     if len(policies) > 1:
         raise ConfigError(f"--policy {flags['policy']}: expected one; `penstock simulate` compares several")
-    handover_s = parse_duration(flags["handover"])
-    sizes = parse_sizes(flags["sizes"])
-    batches = read_batches(flags["batch"], sizes, f"1..{LARGEST if texts.lengths else curve.largest or LARGEST}")
+    handover_s = replay.parse_duration(flags["handover"])
+    sizes = replay.parse_sizes(flags["sizes"])
+    batches = replay.read_batches(flags["batch"], sizes, f"1..{LARGEST if texts.lengths else curve.largest or LARGEST}")
     tokens = flags["max_tokens"]
     if policies[0].name == "none":
         batches = [1]
@@ -141,7 +133,7 @@ def read_options(flags: dict[str, Any], slo: Slo, curve: CostCurve, texts: OpenL
         policy=policies[0],
         handover_s=handover_s,
         jitter=flags["jitter"],
-        start_s=parse_duration(flags["start"]),
+        start_s=replay.parse_duration(flags["start"]),
         spare=flags["spare"],
         headroom=flags["headroom"],
         seed=flags["seed"],
@@ -180,14 +172,14 @@ class PlanReport(Struct, frozen=True):
         """The latency objective by which settings are ranked."""
         return objective_of(self.slo)
 
-    def value(self, one: ReplayResult) -> str:
+    def value(self, one: replay.ReplayResult) -> str:
         """The value of that objective in a simulation: "p99 84.8 ms"."""
         found, name = tail(one, self.slo), self.objective.name
         return f"{name} {value_text(name, found if found < float('inf') else None)}"
 
     def compose(self) -> Report:
         """The report without its plots."""
-        rest: list[Block] = [Heading("Every simulation of the peak"), table(COLUMNS, self.plan.tried)]
+        rest: list[Block] = [Heading("Every simulation of the peak"), table(replay.COLUMNS, self.plan.tried)]
         first: list[Block] = [
             self.verdict(),
             document.facts(self.facts()),
@@ -264,7 +256,7 @@ def _count(instances: int) -> str:
 # ---- the plots
 
 
-def _known(report: PlanReport, results: Sequence[ReplayResult]) -> list[tuple[int, float]]:
+def _known(report: PlanReport, results: Sequence[replay.ReplayResult]) -> list[tuple[int, float]]:
     """(instances, value of the SLO's latency) of the results near the plan that keep up."""
     near = [one for one in results if one.keeps_up and one.instances <= _FAR * report.plan.instances]
     return [(one.instances, value) for one in near if (value := tail(one, report.slo)) < float("inf")]

@@ -12,29 +12,8 @@ from typing import Any, Final, Protocol
 
 from msgspec.structs import replace
 
+from penstock import errors
 from penstock.core.contracts import Ticket
-from penstock.errors import (
-    BadRequest,
-    Cancelled,
-    Conflict,
-    DeadlineExceeded,
-    Forbidden,
-    ModelNotFound,
-    ModelNotReady,
-    NotSupported,
-    PayloadTooLarge,
-    PenstockError,
-    Quarantined,
-    QueueFull,
-    QueueTimeout,
-    RegionNotFound,
-    RunTimeout,
-    SequenceLost,
-    SequenceNotFound,
-    Unauthorized,
-    UnsupportedType,
-    WorkerDied,
-)
 from penstock.serving.protocols import oip_routes
 from penstock.serving.protocols.bodies import BASE64, ERROR_CODE, JSON, PART_TYPE, UnsupportedCoding
 from penstock.serving.protocols.route import Route
@@ -53,13 +32,13 @@ NO_BODY: Final = frozenset({204, 304})
 _TEXT: Final = re.compile("^(text/|$)|json|xml|javascript")
 
 
-class RouteNotFound(PenstockError):
+class RouteNotFound(errors.PenstockError):
     """No route has this path."""
 
     code = "not_found"
 
 
-class MethodNotAllowed(PenstockError):
+class MethodNotAllowed(errors.PenstockError):
     """The route has other methods."""
 
     code = "method_not_allowed"
@@ -73,76 +52,76 @@ class MethodNotAllowed(PenstockError):
         return error
 
 
-class MalformedHttp(BadRequest):
+class MalformedHttp(errors.BadRequest):
     """What came is no HTTP."""
 
 
-class KeyReused(BadRequest):
+class KeyReused(errors.BadRequest):
     """An Idempotency-Key came with another request than before."""
 
     code = "idempotency_key_reused"
 
 
-class RequestTimeout(PenstockError):
+class RequestTimeout(errors.PenstockError):
     """The head or the body did not arrive in time."""
 
     code = "request_timeout"
 
 
-class ExpectationFailed(PenstockError):
+class ExpectationFailed(errors.PenstockError):
     """An Expect header other than 100-continue."""
 
     code = "expectation_failed"
 
 
-class HeadTooLarge(PenstockError):
+class HeadTooLarge(errors.PenstockError):
     """The head is larger than `limits.max_header_bytes`."""
 
     code = "head_too_large"
 
 
-class ListenerFull(PenstockError):
+class ListenerFull(errors.PenstockError):
     """The clients of the listener occupy `limits.max_transit_bytes`."""
 
     code = "listener_full"
     retryable = True
 
 
-class NotImplementedHere(PenstockError):
+class NotImplementedHere(errors.PenstockError):
     """A transfer coding other than chunked."""
 
     code = "not_implemented"
 
 
-STATUS: Final[dict[type[PenstockError], int]] = {
-    BadRequest: 400,
-    Unauthorized: 401,
-    Forbidden: 403,
-    ModelNotFound: 404,
-    RegionNotFound: 404,
+STATUS: Final[dict[type[errors.PenstockError], int]] = {
+    errors.BadRequest: 400,
+    errors.Unauthorized: 401,
+    errors.Forbidden: 403,
+    errors.ModelNotFound: 404,
+    errors.RegionNotFound: 404,
     RouteNotFound: 404,
-    SequenceNotFound: 404,
+    errors.SequenceNotFound: 404,
     MethodNotAllowed: 405,
     RequestTimeout: 408,
-    Conflict: 409,
-    SequenceLost: 410,
-    PayloadTooLarge: 413,
-    UnsupportedType: 415,
+    errors.Conflict: 409,
+    errors.SequenceLost: 410,
+    errors.PayloadTooLarge: 413,
+    errors.UnsupportedType: 415,
     ExpectationFailed: 417,
     KeyReused: 422,
-    Quarantined: 422,
-    QueueFull: 429,
+    errors.Quarantined: 422,
+    errors.QueueFull: 429,
     HeadTooLarge: 431,
-    Cancelled: 499,
-    PenstockError: 500,  # ItemFailed, OutOfMemory, BadOutput and whatever has no line of its own
+    errors.Cancelled: 499,
+    errors.PenstockError: 500,  # ItemFailed, OutOfMemory, BadOutput and whatever has no line of its own
     NotImplementedHere: 501,
-    NotSupported: 501,
+    errors.NotSupported: 501,
     ListenerFull: 503,
-    ModelNotReady: 503,
-    QueueTimeout: 503,  # as in Triton: the caller may still want the answer, so another replica may give it
-    WorkerDied: 503,
-    RunTimeout: 504,
-    DeadlineExceeded: 504,
+    errors.ModelNotReady: 503,
+    errors.QueueTimeout: 503,  # as in Triton: the caller may still want the answer, so another replica may give it
+    errors.WorkerDied: 503,
+    errors.RunTimeout: 504,
+    errors.DeadlineExceeded: 504,
 }
 REASONS: Final = {status.value: status.phrase for status in HTTPStatus} | {499: "Client Closed Request"}
 
@@ -157,14 +136,14 @@ def status_line(status: int, reason: str | None = None) -> bytes:
 TOO_MANY: Final = status_line(503) + b"retry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-def status_of(error: PenstockError, open_inference: bool = False) -> int:
+def status_of(error: errors.PenstockError, open_inference: bool = False) -> int:
     """The HTTP status of an error, from its nearest ancestor in the table."""
-    if open_inference and isinstance(error, (SequenceNotFound, SequenceLost)):
+    if open_inference and isinstance(error, (errors.SequenceNotFound, errors.SequenceLost)):
         return 400  # as in Triton, whose clients take 404 for an unknown model
     return next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
 
 
-def error_result(error: PenstockError, error_body: Callable[[PenstockError], bytes]) -> ItemResult:
+def error_result(error: errors.PenstockError, error_body: Callable[[errors.PenstockError], bytes]) -> ItemResult:
     """The whole response for an error, with the headers of its status."""
     status = status_of(error, error_body is oip_routes.error_body)
     headers = [(ERROR_CODE, error.code)]
@@ -180,7 +159,7 @@ def error_result(error: PenstockError, error_body: Callable[[PenstockError], byt
 
 
 def log_failure(
-    where: tuple[str, str | None], request_id: str, status: int, error: PenstockError, trace: Trace | None = None
+    where: tuple[str, str | None], request_id: str, status: int, error: errors.PenstockError, trace: Trace | None = None
 ) -> None:
     """The line of a request that the server could not serve; `where` is model ("" for a management route) and version.
 
@@ -326,7 +305,7 @@ class ResponseFraming(RequestOptions):
             lines.append(b"connection: keep-alive\r\n")
         return lines
 
-    def failure(self, writer: ResponseOutput, error: PenstockError) -> ItemResult:
+    def failure(self, writer: ResponseOutput, error: errors.PenstockError) -> ItemResult:
         """The whole response for an error."""
         return error_result(error, self._error_body)
 
@@ -341,7 +320,7 @@ class ResponseFraming(RequestOptions):
     # ---- the framing
 
     @property
-    def _error_body(self) -> Callable[[PenstockError], bytes]:
+    def _error_body(self) -> Callable[[errors.PenstockError], bytes]:
         return error_body_of(self.route, self.target)
 
     def _general(self, writer: ResponseOutput, result: ItemResult) -> None:
@@ -354,10 +333,10 @@ class ResponseFraming(RequestOptions):
             self._part(writer, result)
         else:
             if result.status >= 500:
-                self._log(result.status, PenstockError("the model's answer has this status"))
+                self._log(result.status, errors.PenstockError("the model's answer has this status"))
             self._whole(writer, result)
 
-    def _log(self, status: int, error: PenstockError) -> None:
+    def _log(self, status: int, error: errors.PenstockError) -> None:
         """Logs a 5xx, except of a health check, whose job is to report it."""
         route = self.route
         if status >= 500 and route is not None and not self._answers_at_once:
@@ -368,11 +347,11 @@ class ResponseFraming(RequestOptions):
         """Whether the route needs no model, like a health check."""
         return self.route is not None and self.route.template.answer is not None
 
-    def fail(self, error: PenstockError) -> None:
+    def fail(self, error: errors.PenstockError) -> None:
         """Answers with an error, without a model."""
         self.on_result(ItemResult(error=error))
 
-    def _fail(self, writer: ResponseOutput, error: PenstockError) -> None:
+    def _fail(self, writer: ResponseOutput, error: errors.PenstockError) -> None:
         writer.listener.count_error(error.code)
         if not self.started:
             result = self.failure(writer, error)

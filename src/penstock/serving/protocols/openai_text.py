@@ -13,28 +13,8 @@ from msgspec import Raw, Struct, structs
 
 from penstock.core.contracts import Codec
 from penstock.errors import BadOutput, BadRequest
+from penstock.serving.protocols import openai
 from penstock.serving.protocols.bodies import JSON, decode_json, is_countable
-from penstock.serving.protocols.openai import (
-    MAX_TEXTS,
-    Answer,
-    AnswerPart,
-    ChatAnswer,
-    ChatChoice,
-    ChatChunk,
-    ChatControls,
-    ChatMessageAnswer,
-    CompletionAnswer,
-    CompletionChoice,
-    CompletionControls,
-    Controls,
-    Delta,
-    TextUsage,
-    check_task,
-    count_inputs,
-    inference,
-    schema_of,
-    wrong,
-)
 from penstock.types import ChatMessage, Item, ItemResult, Many, ModelMetadata, Parts, TextPart, TextRequest
 
 TASK: Final = "text-generation"
@@ -100,11 +80,11 @@ def _rows(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
         return None
     try:
         found = _peek.decode(body)
-        prompts = count_inputs(found.prompt)
+        prompts = openai.count_inputs(found.prompt)
     except (msgspec.DecodeError, ValueError, RecursionError):  # the worker reports the error
         return None
     rows = 1 if found.stream else prompts * (found.n or 1)
-    return (rows if 1 <= rows <= MAX_TEXTS else 1), ""
+    return (rows if 1 <= rows <= openai.MAX_TEXTS else 1), ""
 
 
 class CompletionsCodec(Codec):
@@ -112,8 +92,8 @@ class CompletionsCodec(Codec):
 
     divisible = True
     peek = staticmethod(_rows)
-    controls: type[Controls] = CompletionControls
-    answer: type[Answer] = CompletionAnswer
+    controls: type[openai.Controls] = openai.CompletionControls
+    answer: type[openai.Answer] = openai.CompletionAnswer
     names = ("cmpl-", "text_completion", "text_completion")  # id prefix, `object` of a response, `object` of a chunk
 
     def __init__(
@@ -132,7 +112,7 @@ class CompletionsCodec(Codec):
     @classmethod
     def request_content(cls, model: ModelMetadata) -> dict[str, Any]:
         """The parameters of the server and of a TextRequest."""
-        schema, text = schema_of(cls.controls), schema_of(TextRequest)["properties"]
+        schema, text = openai.schema_of(cls.controls), openai.schema_of(TextRequest)["properties"]
         stop = {"anyOf": [text["stop"], {"type": "string"}]}
         schema["properties"] = {**text, "stop": stop, **schema["properties"]}
         del schema["properties"]["prompt" if "prompt" not in schema["required"] else "messages"]
@@ -141,13 +121,13 @@ class CompletionsCodec(Codec):
     @classmethod
     def response_content(cls, model: ModelMetadata) -> dict[str, Any]:
         """A whole response, or the events of a stream."""
-        return {JSON: schema_of(cls.answer), SSE: {"type": "string"}}
+        return {JSON: openai.schema_of(cls.answer), SSE: {"type": "string"}}
 
     # ---- requests
 
     def decode(self, item: Item) -> tuple[Any, _Context]:
         """A TextRequest for a stream, otherwise `Many` of them; and the context."""
-        check_task(self._metadata, TASK)
+        openai.check_task(self._metadata, TASK)
         body = decode_json(item.payload)
         if not isinstance(body, dict):
             raise BadRequest(f"the body is a {type(body).__name__}, expected an object")
@@ -155,11 +135,11 @@ class CompletionsCodec(Codec):
         controls = _converted(given, self.controls)
         n, stream = controls.n or 1, bool(controls.stream)
         if controls.stream_options is not None and not stream:
-            raise wrong("stream_options", "needs stream = true")
+            raise openai.wrong("stream_options", "needs stream = true")
         prompts = self.requests(_converted(self._parameters(given), self._request), controls)
-        most = 1 if stream else MAX_TEXTS
+        most = 1 if stream else openai.MAX_TEXTS
         if len(prompts) * n > most:
-            raise wrong("n", f"and the prompts ask for {len(prompts) * n} texts, expected at most {most}")
+            raise openai.wrong("n", f"and the prompts ask for {len(prompts) * n} texts, expected at most {most}")
         requests = [_numbered(request, k) for request in prompts for k in range(n)]
         context = _Context(
             f"{self.names[0]}{uuid.uuid4().hex}",
@@ -184,9 +164,9 @@ class CompletionsCodec(Codec):
                 found[name] = [value] if name == "stop" and isinstance(value, str) else value
             elif name in _NEUTRAL:
                 if not any(value == each and type(value) is type(each) for each in _NEUTRAL[name]):
-                    raise wrong(name, "is not supported by this model")
+                    raise openai.wrong(name, "is not supported by this model")
             elif name not in handled:
-                raise wrong(name, f"is unknown; this model takes {', '.join(sorted(own))}")
+                raise openai.wrong(name, f"is unknown; this model takes {', '.join(sorted(own))}")
         if "max_completion_tokens" in given:
             found["max_tokens"] = given["max_completion_tokens"]
         return found
@@ -196,10 +176,10 @@ class CompletionsCodec(Codec):
         prompts = controls.prompt if isinstance(controls.prompt, list) else [controls.prompt]
         if prompts and isinstance(prompts[0], int):
             prompts = [prompts]
-        if len(prompts) > MAX_TEXTS:
-            raise wrong("prompt", f"has {len(prompts)} texts, expected at most {MAX_TEXTS}")
+        if len(prompts) > openai.MAX_TEXTS:
+            raise openai.wrong("prompt", f"has {len(prompts)} texts, expected at most {openai.MAX_TEXTS}")
         if not prompts or not all(prompt if isinstance(prompt, str) else _is_tokens(prompt) for prompt in prompts):
-            raise wrong("prompt", "must be a text, tokens, or a list of those, none of them empty")
+            raise openai.wrong("prompt", "must be a text, tokens, or a list of those, none of them empty")
         return [structs.replace(base, prompt=prompt) for prompt in prompts]
 
     def echoed(self, requests: Sequence[TextRequest], controls: Any) -> list[str]:
@@ -207,22 +187,22 @@ class CompletionsCodec(Codec):
         if not controls.echo:
             return []
         if any(isinstance(request.prompt, list) for request in requests):
-            raise wrong("echo", "needs prompts of text")
+            raise openai.wrong("echo", "needs prompts of text")
         return [str(request.prompt) for request in requests]
 
     # ---- responses
 
     def choice(self, index: int, text: str, part: TextPart) -> Any:
         """One whole text."""
-        return CompletionChoice(index, text, part.finish_reason or "stop")
+        return openai.CompletionChoice(index, text, part.finish_reason or "stop")
 
     def chunk(self, text: str, first: bool) -> Any:
         """A part of the text of a stream."""
-        return CompletionChoice(0, text) if text else None
+        return openai.CompletionChoice(0, text) if text else None
 
     def end(self, part: TextPart) -> Any:
         """The end of the text of a stream."""
-        return CompletionChoice(0, "", part.finish_reason or "stop")
+        return openai.CompletionChoice(0, "", part.finish_reason or "stop")
 
     def encode(self, value: Any, item: Item, context: _Context) -> ItemResult:
         """All texts, or the events of one that a model without streams has written. Raises BadOutput."""
@@ -238,7 +218,7 @@ class CompletionsCodec(Codec):
             choices.append(self.choice(index, echo + text.text, text))
         prompts = [part.prompt_tokens for k, part in enumerate(parts, item.start) if k % context.texts_per_prompt == 0]
         usage = _usage(prompts, [part.completion_tokens for part in parts])
-        answer = Answer(context.id, self.names[1], context.created, self._model, choices, usage)
+        answer = openai.Answer(context.id, self.names[1], context.created, self._model, choices, usage)
         return ItemResult(msgspec.json.encode(answer), JSON)
 
     def encode_part(self, value: Any, item: Item, context: _Context, first: bool) -> ItemResult:
@@ -257,15 +237,15 @@ class CompletionsCodec(Codec):
             events += self._event(context, [], _usage([whole.prompt_tokens], [whole.completion_tokens]))
         return ItemResult(events + DONE, SSE)
 
-    def _event(self, context: _Context, choices: list[Any], usage: TextUsage | None = None) -> bytes:
-        answer = Answer(context.id, self.names[2], context.created, self._model, choices, usage)
+    def _event(self, context: _Context, choices: list[Any], usage: openai.TextUsage | None = None) -> bytes:
+        answer = openai.Answer(context.id, self.names[2], context.created, self._model, choices, usage)
         return b"data: %b\n\n" % msgspec.json.encode(answer)
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
         """The texts of all parts, and the sum of their tokens."""
         if len(parts) == 1:
             return parts[0]
-        answers = [msgspec.json.decode(part.body, type=AnswerPart) for part in parts]
+        answers = [msgspec.json.decode(part.body, type=openai.AnswerPart) for part in parts]
         found = answers[0]
         found.choices = [choice for answer in answers for choice in answer.choices]
         counts = [answer.usage for answer in answers if answer.usage is not None]
@@ -278,8 +258,8 @@ class CompletionsCodec(Codec):
 class ChatCodec(CompletionsCodec):
     """Codec of `/v1/chat/completions`."""
 
-    controls = ChatControls
-    answer = ChatAnswer
+    controls = openai.ChatControls
+    answer = openai.ChatAnswer
     names = ("chatcmpl-", "chat.completion", "chat.completion.chunk")
 
     def requests(self, base: TextRequest, controls: Any) -> list[TextRequest]:
@@ -297,15 +277,15 @@ class ChatCodec(CompletionsCodec):
 
     def choice(self, index: int, text: str, part: TextPart) -> Any:
         """One whole message."""
-        return ChatChoice(index, ChatMessageAnswer(text), part.finish_reason or "stop")
+        return openai.ChatChoice(index, openai.ChatMessageAnswer(text), part.finish_reason or "stop")
 
     def chunk(self, text: str, first: bool) -> Any:
         """A part of the message; the first one has the role."""
-        return ChatChunk(0, Delta(text, "assistant" if first else None)) if text or first else None
+        return openai.ChatChunk(0, openai.Delta(text, "assistant" if first else None)) if text or first else None
 
     def end(self, part: TextPart) -> Any:
         """The end of the message."""
-        return ChatChunk(0, Delta(), part.finish_reason or "stop")
+        return openai.ChatChunk(0, openai.Delta(), part.finish_reason or "stop")
 
 
 def plain_prompt(messages: Sequence[ChatMessage]) -> str:
@@ -360,15 +340,15 @@ def _learn(whole: TextPart, part: TextPart) -> None:
             setattr(whole, name, value)
 
 
-def _usage(prompt_tokens: Sequence[int | None], completion_tokens: Sequence[int | None]) -> TextUsage | None:
+def _usage(prompt_tokens: Sequence[int | None], completion_tokens: Sequence[int | None]) -> openai.TextUsage | None:
     """The sums; None if the model has not counted all."""
     if None in prompt_tokens or None in completion_tokens:
         return None
     prompt, completion = (sum(filter(None, tokens)) for tokens in (prompt_tokens, completion_tokens))
-    return TextUsage(prompt, completion, prompt + completion)
+    return openai.TextUsage(prompt, completion, prompt + completion)
 
 
 ROUTES: Final = (
-    inference("/v1/completions", "Complete texts, as OpenAI's API does", "openai_completions", TASK),
-    inference("/v1/chat/completions", "Answer a chat, as OpenAI's API does", "openai_chat", TASK),
+    openai.inference("/v1/completions", "Complete texts, as OpenAI's API does", "openai_completions", TASK),
+    openai.inference("/v1/chat/completions", "Answer a chat, as OpenAI's API does", "openai_chat", TASK),
 )

@@ -23,19 +23,8 @@ from penstock.core.portal.portal import Portal
 from penstock.core.transports.slot import within
 from penstock.errors import BrokerUnavailable, ConfigError, DeadlineExceeded, ModelNotReady, PenstockError
 from penstock.streamer.base import BaseStreamer, ChunkingBackend
+from penstock.streamer.redis import protocol
 from penstock.streamer.redis.connection import Command, CommandRefused, RedisConnection, parse_address
-from penstock.streamer.redis.protocol import (
-    GROUP,
-    MAX_BUDGET_MS,
-    MISSING,
-    RELEASED,
-    SUBMIT,
-    VERSION,
-    QueueKeys,
-    RequestHeader,
-    dump,
-    load_replies,
-)
 from penstock.streamer.redis.requests import Group, PendingCall, PendingRequests, queue_full
 from penstock.tracing import PRODUCER, traced
 from penstock.types import Item, Sink
@@ -62,7 +51,7 @@ class RequestSender:
         requests: PendingRequests,
         connection: RedisConnection,
         other: RedisConnection,
-        keys: QueueKeys,
+        keys: protocol.QueueKeys,
         client: str,
         patience_s: float,
     ) -> None:
@@ -112,7 +101,9 @@ class RequestSender:
         arguments = self._arguments(groups)
         while True:
             try:
-                length, oldest_ms, *results = await self._connection.run(SUBMIT, (self._queue, self._sent), arguments)
+                length, oldest_ms, *results = await self._connection.run(
+                    protocol.SUBMIT, (self._queue, self._sent), arguments
+                )
                 break
             except PenstockError as e:
                 if type(e) is not BrokerUnavailable or not await self.wait_to_reconnect():
@@ -139,12 +130,12 @@ class RequestSender:
         now = self._loop.time()
         for group in groups:
             call = group[0].call
-            budget_ms = min(max(int((call.ends_s - now) * 1000), 0), MAX_BUDGET_MS)
+            budget_ms = min(max(int((call.ends_s - now) * 1000), 0), protocol.MAX_BUDGET_MS)
             arguments.append(len(group))
             for entry in group:
-                whose = VERSION, self._client, entry.number
-                header = RequestHeader(*whose, budget_ms, call.priority, call.due, call.traceparent)
-                arguments += (dump(header), entry.payload)
+                whose = protocol.VERSION, self._client, entry.number
+                header = protocol.RequestHeader(*whose, budget_ms, call.priority, call.due, call.traceparent)
+                arguments += (protocol.dump(header), entry.payload)
         return arguments
 
     async def wait_to_reconnect(self) -> bool:
@@ -178,13 +169,13 @@ class RequestSender:
         ids = list(entries)
         missing: list[bytes] = []
         for i in range(0, len(ids), LOOKUP_ENTRIES):
-            missing += await self._connection.run(MISSING, (self._queue,), ids[i : i + LOOKUP_ENTRIES])
+            missing += await self._connection.run(protocol.MISSING, (self._queue,), ids[i : i + LOOKUP_ENTRIES])
         # one script removes an entry and writes its reply: a missing entry's reply is there by now, or never will be
         messages, _ = await self._connection.ask(
             ("XRANGE", self._replies, "-", "+"), ("SET", self._sent, "[0]", "EX", SESSION_S)
         )
         for _, fields in messages:
-            for reply in load_replies(fields[1]):
+            for reply in protocol.load_replies(fields[1]):
                 self._requests.receive(reply)
         self._connects = connects
         lost = [entries[id] for id in missing if entries[id].number in self._requests.entries]
@@ -219,7 +210,7 @@ async def receive_replies(
         for id, fields in found[0][1] if found else ():
             done.append(id)
             try:
-                replies = load_replies(fields[1])
+                replies = protocol.load_replies(fields[1])
             except PenstockError as e:
                 name = connection.address.name
                 log.warning("answer_malformed broker=%s error=%s: its callers wait until their deadline", name, e)
@@ -302,7 +293,7 @@ class BrokerClient(ChunkingBackend):
         self.id = uuid.uuid4().hex
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
-        self._keys = QueueKeys(prefix)
+        self._keys = protocol.QueueKeys(prefix)
         self.max_queue = max_queue
         self._requests = PendingRequests(max_queue, max_bytes, allow_pickle)
         self._out, self._in = (RedisConnection(self.address, self._keys.queue) for _ in range(2))
@@ -375,9 +366,9 @@ class BrokerClient(ChunkingBackend):
         """Waits until a worker serves the queue. Raises ConfigError, BrokerUnavailable."""
         while True:
             try:
-                (workers,) = await self._out.ask(("XINFO", "CONSUMERS", self._keys.queue, GROUP))
+                (workers,) = await self._out.ask(("XINFO", "CONSUMERS", self._keys.queue, protocol.GROUP))
                 self._sender.lost_at = None
-                if any(RELEASED.encode() not in worker for worker in workers):
+                if any(protocol.RELEASED.encode() not in worker for worker in workers):
                     return
             except CommandRefused as e:
                 if e.word == "WRONGTYPE":

@@ -21,16 +21,8 @@ from penstock.core.engine.engine import Engine
 from penstock.core.transports.launch import pack_target
 from penstock.errors import PenstockError
 from penstock.serving.process import runner
+from penstock.streamer import local
 from penstock.streamer.base import raise_for_caller
-from penstock.streamer.local import (
-    NEVER_S,
-    CudaDevices,
-    check_callable,
-    check_count,
-    check_latency,
-    check_start_method,
-    devices_of,
-)
 from penstock.streamer.model import wrapped
 from penstock.streamer.redis.connection import parse_address
 from penstock.streamer.redis.worker import BrokerWorker, InstanceWatcher
@@ -163,13 +155,13 @@ class RedisWorker:
     ) -> None:
         """Public keyword arguments, in the order of service_streamer. Raises ValueError, TypeError; ConfigError for a
         malformed address; LoadFailed if the model cannot be sent to a process."""
-        check_callable("model_class", model_class)
-        check_count("batch_size", batch_size)
-        check_latency(max_latency)
+        local.check_callable("model_class", model_class)
+        local.check_count("batch_size", batch_size)
+        local.check_latency(max_latency)
         parse_address(redis_broker)
         self._queue = QueueOptions(redis_broker, prefix, lease_s, drain_s, allow_pickle)
         self._target = wrapped(model_class, model_init_args, model_init_kwargs)
-        self._batching = BatchingConfig(max_batch_size=batch_size, max_hold_s=max_latency, timeout_s=NEVER_S)
+        self._batching = BatchingConfig(max_batch_size=batch_size, max_hold_s=max_latency, timeout_s=local.NEVER_S)
         pack_target(self._target)
 
     def model_predict(self, batch: list[Any]) -> Any:
@@ -181,10 +173,10 @@ class RedisWorker:
         model's own error, ConfigError."""
         self.run_copies_forever(1, gpu_id)
 
-    def run_copies_forever(self, worker_num: int, cuda_devices: CudaDevices | None = None) -> None:
+    def run_copies_forever(self, worker_num: int, cuda_devices: local.CudaDevices | None = None) -> None:
         """`run_forever` with `worker_num` copies of the model, on `cuda_devices` in turn, fed from one queue."""
-        check_count("worker_num", worker_num)
-        devices = devices_of(cuda_devices)
+        local.check_count("worker_num", worker_num)
+        devices = local.devices_of(cuda_devices)
         config = ModelConfig(target=MODEL, instances=worker_num, devices=devices, batching=self._batching)
 
         def serve(stop: asyncio.Event) -> Coroutine[Any, Any, None]:
@@ -201,7 +193,7 @@ def run_redis_workers_forever(
     batch_size: int,
     max_latency: float = 0.1,
     worker_num: int = 1,
-    cuda_devices: CudaDevices | None = None,
+    cuda_devices: local.CudaDevices | None = None,
     redis_broker: str = "localhost:6379",
     prefix: str = "",
     mp_start_method: str = "spawn",
@@ -218,11 +210,11 @@ def run_redis_workers_forever(
     and join them. It ends with this process. Raises what RedisWorker and its `run_forever` raise. The parameters are
     those of service_streamer.
     """
-    check_start_method(mp_start_method)
-    check_count("worker_num", worker_num)
+    local.check_start_method(mp_start_method)
+    local.check_count("worker_num", worker_num)
     model = (model_class, batch_size, max_latency, redis_broker, prefix, model_init_args, model_init_kwargs)
     worker = RedisWorker(*model, lease_s=lease_s, allow_pickle=allow_pickle)
-    devices_of(cuda_devices)
+    local.devices_of(cuda_devices)
     if block:
         worker.run_copies_forever(worker_num, cuda_devices)
         return []

@@ -23,43 +23,12 @@ from typing import Any, Final
 
 from penstock.core.contracts import Ticket
 from penstock.core.transports.process import RECEIVE_BYTES, Channel
-from penstock.core.wire.messages import (
-    MAX_BYTES,
-    AbandonBatch,
-    Frame,
-    FrameDecoder,
-    FreeReplies,
-    MessageReader,
-    MessageWriter,
-    PartMessage,
-    WorkerFailed,
-    sendable,
-    write,
-)
+from penstock.core.wire import messages
 from penstock.core.wire.slabs import Slab, SlabPool, anonymous_file, give_to_system
 from penstock.errors import Cancelled, ConfigError, PenstockError, QueueFull, describe
 from penstock.serving.process import TextFormatter, runner
 from penstock.streamer.local import LocalBackend
-from penstock.streamer.shared.protocol import (
-    IDENTITY,
-    READY,
-    STARTER_FD,
-    VERSION,
-    CallMessage,
-    JoinMessage,
-    LoadedMessage,
-    Offer,
-    Sealed,
-    ToBatcher,
-    WelcomeMessage,
-    check_peer,
-    listening,
-    put_values,
-    read_offer,
-    seal,
-    sealed_values,
-    socket_paths,
-)
+from penstock.streamer.shared import protocol
 from penstock.types import BatchPart, Item, ItemResult
 
 log = logging.getLogger("penstock.streamer")
@@ -91,7 +60,7 @@ class Session:
         self._replies: SlabPool | None = None
         self._sent: dict[int, Slab] = {}  # in the reply memory, until the client has read them
         self._tasks: set[asyncio.Task[None]] = set()
-        self._reader = MessageReader(ToBatcher, self._request_memory)
+        self._reader = messages.MessageReader(protocol.ToBatcher, self._request_memory)
         self._timer = self._loop.call_later(JOIN_S, self.close)
         self._stall: asyncio.TimerHandle | None = None
         self._channel = Channel(
@@ -133,46 +102,46 @@ class Session:
 
     # ---- messages of the client
 
-    def _on_frame(self, frame: Frame) -> None:
+    def _on_frame(self, frame: messages.Frame) -> None:
         if self not in self._batcher.sessions:  # it was closed by a frame of the same read
             return
         try:
             message = self._reader.read(frame)
-            if isinstance(message, JoinMessage) != (self._requests is None):
+            if isinstance(message, protocol.JoinMessage) != (self._requests is None):
                 raise ValueError("a client joins once, before it calls")
-            if isinstance(message, JoinMessage):
+            if isinstance(message, protocol.JoinMessage):
                 self._join(message)
-            elif isinstance(message, AbandonBatch):
+            elif isinstance(message, messages.AbandonBatch):
                 self._abandon(message.id)
             else:
                 for offset in message.free:
                     self._sent.pop(offset).release()
-                if not isinstance(message, FreeReplies):
+                if not isinstance(message, messages.FreeReplies):
                     self._call(message)
         except Exception:
             log.exception("client_broken: it is disconnected")
             self.close()
 
-    def _join(self, message: JoinMessage) -> None:
-        if message.version != VERSION:
-            text = f"the batcher runs Penstock {VERSION}, this process {message.version}: restart all"
-            self._channel.send(write(WorkerFailed(ConfigError(text))))
+    def _join(self, message: protocol.JoinMessage) -> None:
+        if message.version != protocol.VERSION:
+            text = f"the batcher runs Penstock {protocol.VERSION}, this process {message.version}: restart all"
+            self._channel.send(messages.write(messages.WorkerFailed(ConfigError(text))))
             self.close()
             return
         self.guest = message.guest
         self._timer.cancel()
-        self._channel.decoder.max_bytes = MAX_BYTES
+        self._channel.decoder.max_bytes = messages.MAX_BYTES
         fds = [anonymous_file(REQUEST_BYTES), anonymous_file(REPLY_BYTES)]
         try:
             self._requests = mmap.mmap(fds[0], REQUEST_BYTES)
             self._replies = SlabPool(REPLY_BYTES, os.dup(fds[1]))
-            welcome = b"".join(write(self._batcher.welcome()))
+            welcome = b"".join(messages.write(self._batcher.welcome()))
             socket.send_fds(self._sock, [welcome], fds)  # the first message: the socket has room for it
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def _call(self, message: CallMessage) -> None:
+    def _call(self, message: protocol.CallMessage) -> None:
         call_id, batcher = message.id, self._batcher
         if message.asks:
             if len(self._tasks) >= MAX_QUESTIONS:
@@ -187,7 +156,7 @@ class Session:
         try:
             if self._rows >= batcher.max_rows:
                 raise QueueFull(f"{self._rows} items of this process are in flight: try again later")
-            item.payload = sealed_values(item.payload)
+            item.payload = protocol.sealed_values(item.payload)
             self._rows += item.rows
             self._calls[call_id] = None, item.rows  # a response may come at once
             sink = partial(self._answer, call_id)
@@ -216,7 +185,7 @@ class Session:
             result = ItemResult(await asked)
         except PenstockError as e:
             result = ItemResult(error=e.with_traceback(None))
-        outbox = MessageWriter(self._replies)
+        outbox = messages.MessageWriter(self._replies)
         outbox.results([_QUESTION], [result])
         self._send_result(call_id, result, outbox)
 
@@ -224,29 +193,29 @@ class Session:
         if result.final:
             _, rows = self._calls.pop(call_id, (None, 0))
             self._rows -= rows
-            outbox = MessageWriter(self._replies)
+            outbox = messages.MessageWriter(self._replies)
             if result.error is None:  # errors are sealed with the models' own exceptions
-                values = [value if type(value) is Sealed else seal(value) for value in result.body]
-                result = ItemResult(put_values(outbox, values))
+                values = [value if type(value) is protocol.Sealed else protocol.seal(value) for value in result.body]
+                result = ItemResult(protocol.put_values(outbox, values))
             self._send_result(call_id, result, outbox)
 
-    def _send_result(self, call_id: int, result: ItemResult, outbox: MessageWriter) -> None:
+    def _send_result(self, call_id: int, result: ItemResult, outbox: messages.MessageWriter) -> None:
         if self not in self._batcher.sessions:
             return
         part = BatchPart(call_id, [result])
         for slab in outbox.slabs:
             self._sent[slab.offset] = slab
-        message = PartMessage(part, [], [])
+        message = messages.PartMessage(part, [], [])
         try:
-            pieces = write(message, outbox.buffers)
+            pieces = messages.write(message, outbox.buffers)
         except Exception as e:
-            sendable(part, e)
-            pieces = write(message)
+            messages.sendable(part, e)
+            pieces = messages.write(message)
         self._channel.send_soon(pieces)
 
     def send_loaded(self) -> None:
         if self._requests is not None:
-            self._channel.send_soon(write(LoadedMessage()))
+            self._channel.send_soon(messages.write(protocol.LoadedMessage()))
 
     def _on_block(self) -> None:
         if self._stall is None:
@@ -274,7 +243,7 @@ class SharedBatcher:
     `path` is its socket.
     """
 
-    def __init__(self, offer: Offer, listener: Any, path: str, stop: asyncio.Event) -> None:
+    def __init__(self, offer: protocol.Offer, listener: Any, path: str, stop: asyncio.Event) -> None:
         self._offer, self._path = offer, path
         self.model = str(offer.config.target)
         self._listener = listener
@@ -303,11 +272,11 @@ class SharedBatcher:
             except OSError:  # none is left
                 return
             try:
-                check_peer(sock)
+                protocol.check_peer(sock)
                 sock.setblocking(False)
                 if len(self.sessions) >= MAX_CLIENTS:
                     full = QueueFull(f"{MAX_CLIENTS} processes share this batcher, the most that can")
-                    sock.send(b"".join(write(WorkerFailed(full))))
+                    sock.send(b"".join(messages.write(messages.WorkerFailed(full))))
                     sock.close()
                     continue
                 self._linger.cancel()
@@ -322,7 +291,7 @@ class SharedBatcher:
             self._linger.cancel()
             self._linger = self._loop.call_later(self._offer.linger_s, self._end_if_unused)
         elif all(each.guest for each in self.sessions):
-            newest = socket_paths(self._path[: -1 - IDENTITY])[:1]  # none: this batcher ends
+            newest = protocol.socket_paths(self._path[: -1 - protocol.IDENTITY])[:1]  # none: this batcher ends
             if newest and newest != [self._path]:
                 self._stop.set()  # the guests go to the batcher of the newer code or settings
 
@@ -331,12 +300,14 @@ class SharedBatcher:
         if not self.sessions:
             self._stop.set()
 
-    def welcome(self) -> WelcomeMessage:
+    def welcome(self) -> protocol.WelcomeMessage:
         offer = self._offer
         most = 2 * offer.limits.max_queue_bytes
         idempotent = offer.config.batching.idempotent
         loading = not self._loaded.done()
-        return WelcomeMessage(os.getpid(), REQUEST_BYTES, REPLY_BYTES, self.max_rows, most, idempotent, loading)
+        return protocol.WelcomeMessage(
+            os.getpid(), REQUEST_BYTES, REPLY_BYTES, self.max_rows, most, idempotent, loading
+        )
 
     async def _tell_when_loaded(self) -> None:
         """Tells all clients once that the model is loaded: a timeout then need not name the load as its reason."""
@@ -366,7 +337,7 @@ class SharedBatcher:
             session.close()
 
 
-async def _serve(offer: Offer, listener: Any, path: str) -> None:
+async def _serve(offer: protocol.Offer, listener: Any, path: str) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
@@ -390,11 +361,11 @@ class _LogFile(RotatingFileHandler):
             os.dup2(self.stream.fileno(), fd)
 
 
-def _received_offer(sock: socket.socket) -> Offer:
-    decoder = FrameDecoder()
+def _received_offer(sock: socket.socket) -> protocol.Offer:
+    decoder = messages.FrameDecoder()
     while data := sock.recv(2**16):
         for frame in decoder.feed(data):
-            return read_offer(frame.head)
+            return protocol.read_offer(frame.head)
     sys.exit("the process that started this batcher has ended")
 
 
@@ -404,9 +375,9 @@ def main(arguments: list[str]) -> None:
     if os.fork():
         os._exit(0)  # no client is its parent: a web server that counts its children would miscount
     os.setsid()
-    os.closerange(STARTER_FD + 1, os.sysconf("SC_OPEN_MAX"))  # such as the listener of a web server
-    os.set_inheritable(STARTER_FD, False)
-    with socket.socket(fileno=STARTER_FD) as starter:
+    os.closerange(protocol.STARTER_FD + 1, os.sysconf("SC_OPEN_MAX"))  # such as the listener of a web server
+    os.set_inheritable(protocol.STARTER_FD, False)
+    with socket.socket(fileno=protocol.STARTER_FD) as starter:
         offer = _received_offer(starter)
         alive = os.open(f"{path}.alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         fcntl.flock(alive, fcntl.LOCK_EX)  # until this process ends
@@ -417,11 +388,11 @@ def main(arguments: list[str]) -> None:
         handler.setFormatter(TextFormatter("%(asctime)s %(process)d %(levelname)s %(name)s %(message)s"))
         logging.basicConfig(level=logging.INFO, handlers=[handler])
         try:
-            listener = listening(path)
+            listener = protocol.listening(path)
         except ConfigError as e:
             log.error("not_listening error=%s", describe(e))
             raise
-        starter.sendall(READY)
+        starter.sendall(protocol.READY)
     runner()(_serve(offer, listener, path))
 
 

@@ -28,18 +28,7 @@ from msgspec import Struct
 from penstock.core import os_threads
 from penstock.core.transports.launch import python
 from penstock.core.transports.process import Channel
-from penstock.core.wire.messages import (
-    AbandonBatch,
-    Frame,
-    FrameDecoder,
-    FreeReplies,
-    MessageReader,
-    MessageWriter,
-    PartMessage,
-    WorkerFailed,
-    frame_of,
-    write,
-)
+from penstock.core.wire import messages
 from penstock.core.wire.slabs import Slab, SlabPool, map_read_only
 from penstock.core.worker.nesting import may_start_workers
 from penstock.errors import ConfigError, ModelNotReady
@@ -174,7 +163,7 @@ def _start(path: str, offer: Offer) -> None:
         ours.settimeout(START_S)
         found = b""
         try:
-            for piece in frame_of(offered):
+            for piece in messages.frame_of(offered):
                 ours.sendall(piece)
             found = ours.recv(1)
         except TimeoutError:
@@ -199,12 +188,12 @@ def _greeted(sock: Any, path: str, offer: Offer | None) -> Joined | None:
     try:
         sock.settimeout(GREET_S)
         with suppress(BrokenPipeError, ConnectionResetError):  # it ended, or refuses more clients and says so
-            sock.sendall(b"".join(write(JoinMessage(VERSION, guest=offer is None))))
+            sock.sendall(b"".join(messages.write(JoinMessage(VERSION, guest=offer is None))))
         message = _first_message(sock, fds)
         if message is None:
             close(sock)
             return None
-        if isinstance(message, WorkerFailed):
+        if isinstance(message, messages.WorkerFailed):
             raise message.error
         if not isinstance(message, WelcomeMessage) or len(fds) != 2:
             raise ModelNotReady(f"the process at {path} is no batcher of this version")
@@ -221,7 +210,7 @@ def _greeted(sock: Any, path: str, offer: Offer | None) -> Joined | None:
 
 def _first_message(sock: Any, fds: list[int]) -> Any:
     """The first message, whose descriptors are added to `fds`; None at the end of the socket."""
-    decoder, reader = FrameDecoder(), MessageReader(FromBatcher, _no_memory)
+    decoder, reader = messages.FrameDecoder(), messages.MessageReader(FromBatcher, _no_memory)
     while True:
         try:
             data, received, _, _ = socket.recv_fds(sock, 2**16, 2)
@@ -281,7 +270,9 @@ class SharedCall:
 class BatcherLink:
     """The connection to one batcher, with the memory for requests and for replies."""
 
-    def __init__(self, joined: Joined, on_answer: Callable[[PartMessage], None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, joined: Joined, on_answer: Callable[[messages.PartMessage], None], on_end: Callable[[], None]
+    ) -> None:
         self.welcome = joined.welcome
         self.loading = self.welcome.loading
         self.answered = False  # the batcher has answered a call
@@ -293,12 +284,12 @@ class BatcherLink:
         self._replies: mmap.mmap = map_read_only(reply_fd, self.welcome.reply_bytes)
         os.close(reply_fd)
         self._free: list[int] = []
-        self._reader = MessageReader(FromBatcher, self._read_reply)
+        self._reader = messages.MessageReader(FromBatcher, self._read_reply)
         self._channel = Channel(self._loop, self._sock, self._on_frame, on_end, drains=True)
 
     def send(self, call: SharedCall) -> None:
         """Sends a call, with its memory in `call.slabs`. Raises the errors of msgspec."""
-        outbox = MessageWriter(self._pool)
+        outbox = messages.MessageWriter(self._pool)
         item = call.item
         if item is not None:
             left_s = None if call.expires_s is None else call.expires_s - self._loop.time()
@@ -306,18 +297,18 @@ class BatcherLink:
             item = Item(payload, rows=item.rows, many=True, budget_s=left_s, priority=item.priority, length=item.length)
         call.slabs = outbox.slabs
         free, self._free = self._free, []
-        self._channel.send_soon(write(CallMessage(call.id, item, free, call.asks), outbox.buffers))
+        self._channel.send_soon(messages.write(CallMessage(call.id, item, free, call.asks), outbox.buffers))
 
     def abandon(self, call_id: int) -> None:
-        self._channel.send_soon(write(AbandonBatch(call_id)))
+        self._channel.send_soon(messages.write(messages.AbandonBatch(call_id)))
 
-    def _on_frame(self, frame: Frame) -> None:
+    def _on_frame(self, frame: messages.Frame) -> None:
         try:
             message = self._reader.read(frame)
             if isinstance(message, LoadedMessage):
                 self.loading = False
                 return
-            if not isinstance(message, PartMessage):
+            if not isinstance(message, messages.PartMessage):
                 raise TypeError(f"a {type(message).__name__}")
         except Exception:
             log.exception("batcher_broken: its response cannot be read, and another batcher is asked")
@@ -327,7 +318,7 @@ class BatcherLink:
         self.answered = True
         self._on_answer(message)
         if len(self._free) > MAX_FREE:
-            self._channel.send_soon(write(FreeReplies(self._free)))
+            self._channel.send_soon(messages.write(messages.FreeReplies(self._free)))
             self._free = []
 
     def _read_reply(self, offset: int, length: int, writable: bool) -> bytearray:
@@ -338,7 +329,7 @@ class BatcherLink:
     def return_memory(self) -> None:
         """Acknowledges read replies now, because no later call will carry it."""
         if self._free:
-            self._channel.send_soon(write(FreeReplies(self._free)))
+            self._channel.send_soon(messages.write(messages.FreeReplies(self._free)))
             self._free = []
 
     def close(self) -> None:

@@ -32,18 +32,7 @@ from penstock._version import __version__
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core import os_threads
 from penstock.core.transports.launch import PackedTarget, pack_target
-from penstock.core.wire.messages import (
-    LARGE_BYTES,
-    AbandonBatch,
-    FreeReplies,
-    MessageWriter,
-    PartMessage,
-    Pickled,
-    Unsent,
-    WorkerFailed,
-    in_band,
-    unsent,
-)
+from penstock.core.wire import messages
 from penstock.core.wire.objects import dumps
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import BadOutput, BadRequest, ConfigError, PenstockError, describe
@@ -327,8 +316,8 @@ class CallMessage(Struct, array_like=True, tag="call"):
     asks: str = ""
 
 
-ToBatcher = JoinMessage | CallMessage | FreeReplies | AbandonBatch
-FromBatcher = WelcomeMessage | LoadedMessage | PartMessage | WorkerFailed
+ToBatcher = JoinMessage | CallMessage | messages.FreeReplies | messages.AbandonBatch
+FromBatcher = WelcomeMessage | LoadedMessage | messages.PartMessage | messages.WorkerFailed
 _encode_offer = msgspec.msgpack.Encoder().encode
 read_offer = msgspec.msgpack.Decoder(Offer).decode
 
@@ -344,7 +333,7 @@ def write_offer(offer: Offer) -> bytes:
 # ---- values
 
 
-class Sealed(Pickled):
+class Sealed(messages.Pickled):
     """A pickled value. Within another pickle, its large parts stay out of band."""
 
     __slots__ = ()
@@ -354,25 +343,25 @@ class Sealed(Pickled):
         return len(self._data) + sum(memoryview(part).nbytes for part in self._buffers)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        data = pickle.PickleBuffer(self._data) if len(self._data) > LARGE_BYTES else self._data
+        data = pickle.PickleBuffer(self._data) if len(self._data) > messages.LARGE_BYTES else self._data
         return Sealed, (data, [pickle.PickleBuffer(part) for part in self._buffers])
 
 
 def seal(value: object) -> Sealed:
     """The value, pickled. Its large arrays are not copied. Raises the errors of pickle."""
     large: list[memoryview] = []
-    return Sealed(dumps(value, partial(in_band, large)), large)
+    return Sealed(dumps(value, partial(messages.in_band, large)), large)
 
 
-def seal_item(value: object) -> Sealed | Unsent:
+def seal_item(value: object) -> Sealed | messages.Unsent:
     """An item for the worker; an error in its place if it cannot be pickled."""
     try:
         return seal(value)
     except Exception as e:
-        return unsent(value, e)
+        return messages.unsent(value, e)
 
 
-def opened(result: Pickled) -> Any:
+def opened(result: messages.Pickled) -> Any:
     """The value of one result, or its error; also an error if it cannot be loaded here."""
     try:
         return result.load()
@@ -380,17 +369,19 @@ def opened(result: Pickled) -> Any:
         return BadOutput(f"the result cannot be unpickled in this process: {type(e).__name__}", detail=repr(e))
 
 
-def put_values(outbox: MessageWriter, values: list[Any]) -> list[Any]:
+def put_values(outbox: messages.MessageWriter, values: list[Any]) -> list[Any]:
     """The form of sealed values, and of errors in their place, in a message."""
     return [
-        outbox.put_error(value.error) if type(value) is Unsent else outbox.put_pickled(value._data, value._buffers)
+        outbox.put_error(value.error)
+        if type(value) is messages.Unsent
+        else outbox.put_pickled(value._data, value._buffers)
         for value in values
     ]
 
 
-def sealed_values(values: list[Pickled | PenstockError]) -> list[Sealed | Unsent]:
+def sealed_values(values: list[messages.Pickled | PenstockError]) -> list[Sealed | messages.Unsent]:
     """The values of a received message, sealed as they came."""
-    return [Unsent(v) if isinstance(v, PenstockError) else Sealed(v._data, v._buffers) for v in values]
+    return [messages.Unsent(v) if isinstance(v, PenstockError) else Sealed(v._data, v._buffers) for v in values]
 
 
 class SealedModel(StreamerModel):

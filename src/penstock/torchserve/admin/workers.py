@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from msgspec import structs, to_builtins
 
+from penstock import errors
 from penstock.config.schema import AutoscaleConfig, ModelConfig
 from penstock.core.contracts import Ticket
 from penstock.core.engine.engine import Engine, result_of
@@ -20,16 +21,6 @@ from penstock.core.engine.instances import WorkerSnapshot
 from penstock.core.readings import Gpus, resident_bytes
 from penstock.core.worker.devices import visible_gpus
 from penstock.core.worker.spec import Wrapped
-from penstock.errors import (
-    BadRequest,
-    ConfigError,
-    Conflict,
-    LoadOutOfMemory,
-    ModelNotFound,
-    ModelNotReady,
-    PenstockError,
-    QueueFull,
-)
 from penstock.torchserve.admin.model_spec import SEQUENCE_KEYS, ModelSettings, ModelSpec
 from penstock.torchserve.admin.models import ModelVersion
 from penstock.torchserve.protocol.api import ApiError
@@ -92,7 +83,7 @@ class WorkerManager:
         async with version.lock:
             try:
                 await self._start(version, workers, keep)
-            except PenstockError as e:
+            except errors.PenstockError as e:
                 raise _failure(version, version.version, e) from e
             finally:
                 self.number(version)
@@ -107,7 +98,7 @@ class WorkerManager:
             version.expected = min(version.expected, target)
             try:
                 await self._scale(version, now, target)
-            except PenstockError as e:
+            except errors.PenstockError as e:
                 version.min_workers, version.max_workers, version.expected = before
                 raise _failure(version, named, e) from e
             finally:
@@ -130,7 +121,7 @@ class WorkerManager:
             try:
                 handle = self._prepare(spec, config)
                 await self._engine.put(handle, drain_s=self._drain_s)
-            except PenstockError as e:
+            except errors.PenstockError as e:
                 raise _failure(version, version.version, e) from e
             version.spec, version.handle = spec, handle
 
@@ -156,7 +147,7 @@ class WorkerManager:
 
     async def _scale(self, version: ModelVersion, now: int, target: int) -> None:
         if version.gone:
-            raise Conflict(f"model '{version.name}' was unregistered during the change")
+            raise errors.Conflict(f"model '{version.name}' was unregistered during the change")
         if not target and (version.handle is None or not version.max_workers):  # else the load may start one
             await self._retire(version)
         elif version.handle is None:
@@ -171,7 +162,7 @@ class WorkerManager:
 
     async def _start(self, version: ModelVersion, workers: int, keep: bool) -> None:
         if version.gone:
-            raise Conflict(f"model '{version.name}' was unregistered before its workers started")
+            raise errors.Conflict(f"model '{version.name}' was unregistered before its workers started")
         spec = version.spec
         devices = self._devices.take(spec.settings, workers)
         config = structs.replace(spec.config, instances=workers, devices=devices, autoscale=_autoscale(version))
@@ -202,15 +193,15 @@ def _autoscale(version: ModelVersion) -> AutoscaleConfig:
     return AutoscaleConfig(min=max(1, fewest), max=most, scale_to_zero=fewest == 0)
 
 
-def _failure(version: ModelVersion, named: str | None, error: PenstockError) -> ApiError:
+def _failure(version: ModelVersion, named: str | None, error: errors.PenstockError) -> ApiError:
     """The error that a client receives when workers do not start."""
-    if isinstance(error, Conflict) or version.gone:
+    if isinstance(error, errors.Conflict) or version.gone:
         return ApiError("ConflictStatusException", error.message)
-    if isinstance(error, ModelNotReady):
+    if isinstance(error, errors.ModelNotReady):
         return ApiError("ServiceUnavailableException", error.message)
-    if isinstance(error, (ConfigError, BadRequest)):
+    if isinstance(error, (errors.ConfigError, errors.BadRequest)):
         return ApiError("BadRequestException", error.message)
-    status = 507 if isinstance(error, LoadOutOfMemory) else 500
+    status = 507 if isinstance(error, errors.LoadOutOfMemory) else 500
     text = f"Failed to start workers for model {version.name} version: {named or 'null'}"
     return ApiError("InternalServerException", text, status=status, detail=error.detail or error.message)
 
@@ -275,7 +266,7 @@ class ModelDescriber:
         def submit(sink: Sink) -> Ticket:
             try:
                 return self._engine.submit(version.name, version.version, item, sink)
-            except (ModelNotFound, ModelNotReady, QueueFull) as e:
+            except (errors.ModelNotFound, errors.ModelNotReady, errors.QueueFull) as e:
                 raise ApiError(
                     "ServiceUnavailableException",
                     f'Model "{version.name}" has no worker to serve describe request. Please use scale workers API to'

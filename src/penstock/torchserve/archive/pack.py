@@ -18,13 +18,7 @@ from msgspec import Struct
 from penstock._version import __version__
 from penstock.core.os_threads import atomic_file
 from penstock.errors import ArchiveError, nearest
-from penstock.torchserve.archive.manifest import (
-    MANIFEST,
-    WORKFLOW_MANIFEST,
-    Manifest,
-    check_model_name,
-    parse_manifest,
-)
+from penstock.torchserve.archive import manifest as manifests
 from penstock.torchserve.archive.safe_unpack import LIMITS, MemberNames, check_name
 
 log = logging.getLogger("penstock.torchserve")
@@ -71,7 +65,7 @@ def pack(
     """
     target = _target(export_path, contents.model_name, SUFFIX[archive_format], force)
     manifest = _manifest(contents).to_json().encode()
-    parse_manifest(manifest)  # never write a manifest that cannot be read
+    manifests.parse_manifest(manifest)  # never write a manifest that cannot be read
     members = _members(contents)
     if archive_format == "no-archive":
         _write_folder(target, members, manifest)
@@ -102,16 +96,16 @@ def pack_workflow(contents: WorkflowContents, export_path: Path, *, force: bool 
     }
     tree = {"createdOn": _now(), "workflow": workflow, "archiverVersion": f"penstock {__version__}"}
     manifest = json.dumps(tree, indent=2).encode()
-    parse_manifest(manifest)
-    _check_members(found, WORKFLOW_MANIFEST)
+    manifests.parse_manifest(manifest)
+    _check_members(found, manifests.WORKFLOW_MANIFEST)
     with atomic_file(target) as file:
-        _write_zip(file, found, manifest, stored=False, manifest_name=WORKFLOW_MANIFEST)
+        _write_zip(file, found, manifest, stored=False, manifest_name=manifests.WORKFLOW_MANIFEST)
     return target
 
 
 def _target(export_path: Path, name: str, suffix: str, force: bool) -> Path:
     """The path of a new archive. Raises ArchiveError."""
-    check_model_name(name)
+    manifests.check_model_name(name)
     if not export_path.is_dir():
         raise ArchiveError(f"export path: {export_path} is not a folder; create it, or name an existing one")
     target = export_path / f"{name}{suffix}"
@@ -126,10 +120,10 @@ def _now() -> str:
     return datetime.now().strftime("%d/%m/%Y %H:%M:%S")
 
 
-def _manifest(contents: ArchiveContents) -> Manifest:
+def _manifest(contents: ArchiveContents) -> manifests.Manifest:
     names = ("handler", "serialized_file", "model_file", "requirements_file", "config_file")
     files: dict[str, Any] = {name: os.path.basename(getattr(contents, name)) for name in names}
-    return Manifest(
+    return manifests.Manifest(
         model_name=contents.model_name,
         model_version=contents.version,
         runtime=contents.runtime,
@@ -149,7 +143,7 @@ def _members(contents: ArchiveContents) -> dict[str, Path]:
         _add(found, name, path)
     _add_file(found, "requirements file", contents.requirements_file)
     _add_file(found, "config file", contents.config_file)
-    _check_members(found, MANIFEST)
+    _check_members(found, manifests.MANIFEST)
     return found
 
 
@@ -223,12 +217,12 @@ def _folder(folder: Path, prefix: str = "", above: tuple[str, ...] = ()) -> Iter
                 yield from _folder(path, f"{name}/", (*above, real))
         elif not path.is_file():
             raise ArchiveError(f"extra files: {path} is not a regular file")
-        elif name != MANIFEST:  # the new manifest replaces it
+        elif name != manifests.MANIFEST:  # the new manifest replaces it
             yield name, path
 
 
 def _write_zip(
-    file: IO[bytes], members: dict[str, Path], manifest: bytes, *, stored: bool, manifest_name: str = MANIFEST
+    file: IO[bytes], members: dict[str, Path], manifest: bytes, *, stored: bool, manifest_name: str = manifests.MANIFEST
 ) -> None:
     method = zipfile.ZIP_STORED if stored else zipfile.ZIP_DEFLATED
     with zipfile.ZipFile(file, "w", method, strict_timestamps=False) as archive:
@@ -241,7 +235,7 @@ def _write_tar(file: IO[bytes], model_name: str, members: dict[str, Path], manif
     with tarfile.open(fileobj=file, mode="w:gz", dereference=True, compresslevel=6) as archive:
         for name, path in members.items():
             archive.add(path, f"{model_name}/{name}", recursive=False, filter=_without_owner)
-        last = tarfile.TarInfo(f"{model_name}/{MANIFEST}")
+        last = tarfile.TarInfo(f"{model_name}/{manifests.MANIFEST}")
         last.size = len(manifest)
         last.mtime = int(datetime.now().timestamp())
         archive.addfile(last, io.BytesIO(manifest))
@@ -259,5 +253,5 @@ def _write_folder(target: Path, members: dict[str, Path], manifest: bytes) -> No
         copy.parent.mkdir(parents=True, exist_ok=True)
         if not (copy.exists() and copy.samefile(path)):
             shutil.copy2(path, copy)
-    (target / MANIFEST).parent.mkdir(parents=True, exist_ok=True)
-    (target / MANIFEST).write_bytes(manifest)
+    (target / manifests.MANIFEST).parent.mkdir(parents=True, exist_ok=True)
+    (target / manifests.MANIFEST).write_bytes(manifest)

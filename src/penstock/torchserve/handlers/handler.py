@@ -29,14 +29,7 @@ from penstock.core.worker.steps import Whole
 from penstock.errors import BadOutput, ItemFailed, LoadOutOfMemory, OutOfMemory, PenstockError
 from penstock.plugins import load_object
 from penstock.torchserve import sequence_headers
-from penstock.torchserve.handlers.entry import (
-    LIBRARY,
-    Handle,
-    find_entry,
-    in_envelope,
-    make_ts_importable,
-    prepare_process,
-)
+from penstock.torchserve.handlers import entry
 from penstock.torchserve.handlers.responses import (
     STREAMED,
     PartialResponses,
@@ -90,7 +83,7 @@ class HandlerModel:
     def __init__(self, _target: None = None, *, setup: dict[str, Any]) -> None:
         self.setup = convert(setup, HandlerSetup)
         self._context: Any = None
-        self._handle: Handle
+        self._handle: entry.Handle
         self._processor: Callable[[dict[str, Any]], Any]
         self._send: SendParts | None = None
         self._steps: HandlerSteps | None = None
@@ -100,14 +93,14 @@ class HandlerModel:
     def load(self, device: str) -> None:
         """Finds and initializes the handler. Raises LoadOutOfMemory, and the handler's errors."""
         setup = self.setup
-        prepare_process(setup.model_dir, setup.hidden_env)
+        entry.prepare_process(setup.model_dir, setup.hidden_env)
         if not logging.getLogger().handlers:  # show the handler's log lines like its printed lines
             logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
-        make_ts_importable()
+        entry.make_ts_importable()
         try:
-            initialize, self._handle = find_entry(setup.handler)
+            initialize, self._handle = entry.find_entry(setup.handler)
             if setup.envelope:
-                self._handle = in_envelope(setup.envelope, self._handle)
+                self._handle = entry.in_envelope(setup.envelope, self._handle)
             self._context = self._make_context(device)
             initialize(self._context)
             if setup.overlap:
@@ -130,9 +123,9 @@ class HandlerModel:
 
     def _make_context(self, device: str) -> Any:
         setup = self.setup
-        make_context: Any = load_object(f"{LIBRARY}.context:Context")
-        self._processor = load_object(f"{LIBRARY}.context:RequestProcessor")  # type: ignore[assignment]
-        make_metrics: Any = load_object(f"{LIBRARY}.metric_cache:MetricsCache")
+        make_context: Any = load_object(f"{entry.LIBRARY}.context:Context")
+        self._processor = load_object(f"{entry.LIBRARY}.context:RequestProcessor")  # type: ignore[assignment]
+        make_metrics: Any = load_object(f"{entry.LIBRARY}.metric_cache:MetricsCache")
         declared = {} if setup.model_metrics is None else {"declared": setup.model_metrics}
         metrics = make_metrics(setup.model_name, **declared)
         metrics.initialize_cache()
@@ -276,7 +269,7 @@ class HandlerSteps:
 
     def __init__(self, service: Any, context: Any) -> None:
         self._service = service
-        proxy: Any = load_object(f"{LIBRARY}.context:ThreadsContext")
+        proxy: Any = load_object(f"{entry.LIBRARY}.context:ThreadsContext")
         self._proxy = service.context = proxy(context)
 
     def preprocess(self, requests: list[HandlerRequest], context: Any) -> PreprocessedBatch:
@@ -316,7 +309,7 @@ def find_steps(handle: Any, context: Any) -> HandlerSteps | None:
     service = getattr(handle, "__self__", None)
     if service is None or os.environ.get("ENABLE_TORCH_PROFILER"):
         return None
-    modules = ("ts.torch_handler.base_handler", f"{LIBRARY}.base_handler")
+    modules = ("ts.torch_handler.base_handler", f"{entry.LIBRARY}.base_handler")
     of_base = [c for c in type(service).__mro__ if c.__name__ == "BaseHandler" and c.__module__ in modules]
     if not of_base or handle.__func__ is not vars(of_base[0])["handle"]:
         return None

@@ -9,40 +9,11 @@ from collections.abc import Sequence
 from typing import Final, cast
 from urllib.parse import parse_qs, unquote
 
-from penstock.errors import (
-    BadOutput,
-    BadRequest,
-    Cancelled,
-    Conflict,
-    DeadlineExceeded,
-    Forbidden,
-    ItemFailed,
-    ModelNotFound,
-    ModelNotReady,
-    OutOfMemory,
-    PayloadTooLarge,
-    PenstockError,
-    Quarantined,
-    QueueFull,
-    SequenceLost,
-    SequenceNotFound,
-    WorkerDied,
-)
+from penstock import errors
+from penstock.serving.http import responses
 from penstock.serving.http.auth import OriginPolicy
 from penstock.serving.http.connection import Connection
 from penstock.serving.http.context import RequestContext, ResponseWriter
-from penstock.serving.http.responses import (
-    REASONS,
-    ExpectationFailed,
-    HeadTooLarge,
-    MalformedHttp,
-    MethodNotAllowed,
-    NotImplementedHere,
-    RequestTimeout,
-    ResponseOutput,
-    RouteNotFound,
-    status_line,
-)
 from penstock.serving.http.server import check_framing, split_target
 from penstock.serving.protocols.route import Route, RouteTable, Template, remember
 from penstock.torchserve.admin.administrator import Administrator
@@ -81,7 +52,7 @@ class GuardedRoute(Route, frozen=True):
     """A route with the group whose token opens it ("" for none), or the error that callers with the token receive."""
 
     guard: str = ""
-    refusal: type[PenstockError] | None = None
+    refusal: type[errors.PenstockError] | None = None
 
 
 class TorchServeFlavor:
@@ -98,7 +69,9 @@ class TorchServeFlavor:
         self.context: type[RequestContext] = LoggedRequest if logged else TorchServeRequest
         self.known: dict[bytes, Route] = {}
         self.fixed = NO_CACHE + _cors(config)
-        only_tls = status_line(403, "This TorchServe instance only accepts HTTPS requests")  # clients show this line
+        only_tls = responses.status_line(
+            403, "This TorchServe instance only accepts HTTPS requests"
+        )  # clients show this line
         self.no_tls = b"%b%bcontent-length: 0\r\nconnection: close\r\n\r\n" % (only_tls, self.fixed)
         self.kserve_errors = config.properties.ts_open_inference_protocol
         self._administration = administration
@@ -137,8 +110,8 @@ class TorchServeFlavor:
                     return self._search(method, described, query)
             wrong = wrong or template
         if wrong is not None:
-            return GuardedRoute(_NOTHING, guard=wrong.guard, refusal=MethodNotAllowed)
-        return GuardedRoute(_NOTHING, guard=self._guard, refusal=RouteNotFound)
+            return GuardedRoute(_NOTHING, guard=wrong.guard, refusal=responses.MethodNotAllowed)
+        return GuardedRoute(_NOTHING, guard=self._guard, refusal=responses.RouteNotFound)
 
     def read_head(self, context: RequestContext, special: dict[bytes, bytes]) -> None:
         """Sets the request's id and the headers of its route.
@@ -177,7 +150,7 @@ class TorchServeRequest(RequestContext):
             cast(TorchServeFlavor, writer.flavor).fixed,
         )
 
-    def head_lines(self, writer: ResponseOutput, result: ItemResult, content_type: str) -> list[bytes]:
+    def head_lines(self, writer: responses.ResponseOutput, result: ItemResult, content_type: str) -> list[bytes]:
         """The head of any other response. Every error closes the connection."""
         self.close = self.close or result.status >= 400
         lines = [self._status_line(result)]
@@ -193,11 +166,11 @@ class TorchServeRequest(RequestContext):
         lines.append(b"connection: close\r\n" if self.close else b"connection: keep-alive\r\n")
         return lines
 
-    def failure(self, writer: ResponseOutput, error: PenstockError) -> ItemResult:
+    def failure(self, writer: responses.ResponseOutput, error: errors.PenstockError) -> ItemResult:
         """The error as JSON; 413 has an empty body."""
         route = self.route or _UNROUTED
         found = api_error(error, route.model, route.version)
-        reason = REASONS.get(found.status, "")
+        reason = responses.REASONS.get(found.status, "")
         if found.status == 413:
             return ItemResult(status=413, reason=reason)
         kserve = route.template.path.startswith(KSERVE_PATHS) and cast(TorchServeFlavor, writer.flavor).kserve_errors
@@ -219,7 +192,7 @@ class TorchServeRequest(RequestContext):
         """A prediction has the handler's reason phrase or none."""
         if result.reason is None and self.route is not None and self.route.template.codec:
             return b"HTTP/1.1 %d \r\n" % result.status
-        return status_line(result.status, result.reason)
+        return responses.status_line(result.status, result.reason)
 
 
 class LoggedRequest(TorchServeRequest):
@@ -254,7 +227,7 @@ class LoggedRequest(TorchServeRequest):
         self._status = result.status
         return super().plain_head(writer, result)
 
-    def head_lines(self, writer: ResponseOutput, result: ItemResult, content_type: str) -> list[bytes]:
+    def head_lines(self, writer: responses.ResponseOutput, result: ItemResult, content_type: str) -> list[bytes]:
         self._status = result.status
         return super().head_lines(writer, result, content_type)
 
@@ -294,38 +267,38 @@ WRONG_METHOD: Final = "Requested method is not allowed, please refer to API docu
 NO_HTTP: Final = "Invalid HTTP message."
 
 # class -> (type, status unless the type determines it, text unless the error's own); the nearest ancestor counts
-_TABLE: Final[dict[type[PenstockError], tuple[str, int | None, str | None]]] = {
-    BadRequest: ("BadRequestException", None, None),
-    PayloadTooLarge: ("BadRequestException", 413, None),
-    Quarantined: ("BadRequestException", 422, None),
-    MalformedHttp: ("BadRequestException", None, NO_HTTP),
-    HeadTooLarge: ("BadRequestException", None, NO_HTTP),
-    ExpectationFailed: ("BadRequestException", 417, None),
-    Forbidden: ("IllegalArgumentException", None, None),
-    ModelNotFound: ("ModelNotFoundException", None, None),
-    RouteNotFound: ("ResourceNotFoundException", None, UNKNOWN_ROUTE),
-    MethodNotAllowed: ("MethodNotAllowedException", None, WRONG_METHOD),
-    RequestTimeout: ("RequestTimeoutException", None, None),
-    DeadlineExceeded: ("RequestTimeoutException", None, None),
-    Conflict: ("ConflictStatusException", None, None),
-    SequenceNotFound: ("ServiceUnavailableException", None, None),
-    SequenceLost: ("ServiceUnavailableException", None, None),
-    WorkerDied: ("InternalServerException", None, "Worker died."),
-    PenstockError: ("InternalServerException", None, None),
-    NotImplementedHere: ("InternalServerException", 501, None),
-    ItemFailed: ("InternalServerException", 503, "Prediction failed"),
-    BadOutput: ("InternalServerException", 503, None),
-    OutOfMemory: ("InternalServerException", 507, "Out of resources"),
+_TABLE: Final[dict[type[errors.PenstockError], tuple[str, int | None, str | None]]] = {
+    errors.BadRequest: ("BadRequestException", None, None),
+    errors.PayloadTooLarge: ("BadRequestException", 413, None),
+    errors.Quarantined: ("BadRequestException", 422, None),
+    responses.MalformedHttp: ("BadRequestException", None, NO_HTTP),
+    responses.HeadTooLarge: ("BadRequestException", None, NO_HTTP),
+    responses.ExpectationFailed: ("BadRequestException", 417, None),
+    errors.Forbidden: ("IllegalArgumentException", None, None),
+    errors.ModelNotFound: ("ModelNotFoundException", None, None),
+    responses.RouteNotFound: ("ResourceNotFoundException", None, UNKNOWN_ROUTE),
+    responses.MethodNotAllowed: ("MethodNotAllowedException", None, WRONG_METHOD),
+    responses.RequestTimeout: ("RequestTimeoutException", None, None),
+    errors.DeadlineExceeded: ("RequestTimeoutException", None, None),
+    errors.Conflict: ("ConflictStatusException", None, None),
+    errors.SequenceNotFound: ("ServiceUnavailableException", None, None),
+    errors.SequenceLost: ("ServiceUnavailableException", None, None),
+    errors.WorkerDied: ("InternalServerException", None, "Worker died."),
+    errors.PenstockError: ("InternalServerException", None, None),
+    responses.NotImplementedHere: ("InternalServerException", 501, None),
+    errors.ItemFailed: ("InternalServerException", 503, "Prediction failed"),
+    errors.BadOutput: ("InternalServerException", 503, None),
+    errors.OutOfMemory: ("InternalServerException", 507, "Out of resources"),
 }
 
 
-def api_error(error: PenstockError, model: str = "", version: str | None = None) -> ApiError:
+def api_error(error: errors.PenstockError, model: str = "", version: str | None = None) -> ApiError:
     """The error that a client of TorchServe receives for a request to this model and version."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, (QueueFull, ModelNotReady, Cancelled)) and model:
+    if isinstance(error, (errors.QueueFull, errors.ModelNotReady, errors.Cancelled)) and model:
         return no_worker(model, version)
-    if isinstance(error, (QueueFull, ModelNotReady, Cancelled)):
+    if isinstance(error, (errors.QueueFull, errors.ModelNotReady, errors.Cancelled)):
         return ApiError("ServiceUnavailableException", error.message)
     kind, status, text = next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
     return ApiError(kind, error.message if text is None else text, status=status)

@@ -17,15 +17,7 @@ from msgspec import Meta
 from penstock.errors import BadRequest
 from penstock.serving.protocols.bodies import decode_json, split_type
 from penstock.torchserve.archive.manifest import RUNTIMES
-from penstock.torchserve.protocol.api import (
-    ApiError,
-    OpenApiResponse,
-    OpenApiResponses,
-    Operation,
-    QueryParameter,
-    RegisterRequest,
-    WorkflowRequest,
-)
+from penstock.torchserve.protocol import api
 from penstock.values import convert, found, shorten
 
 Query = Mapping[str, list[str]]  # as urllib.parse.parse_qs gives it, blank values kept
@@ -40,29 +32,29 @@ _SHOWN: Final = 40  # characters of an invalid name that a message shows
 
 # ---- operations
 
-NO_MODEL: Final[OpenApiResponse] = (404, "Model not found or Model version not found", "error")
-NO_WORKFLOW: Final[OpenApiResponse] = (404, "Workflow not found", "error")
-BAD: Final[OpenApiResponse] = (400, "Bad request", "error")
-REFUSED: Final[OpenApiResponses] = (BAD, (404, "Archive not found", "error"), (409, "Registered already", "error"))
-CHANGED: Final[OpenApiResponses] = (
+NO_MODEL: Final[api.OpenApiResponse] = (404, "Model not found or Model version not found", "error")
+NO_WORKFLOW: Final[api.OpenApiResponse] = (404, "Workflow not found", "error")
+BAD: Final[api.OpenApiResponse] = (400, "Bad request", "error")
+REFUSED: Final[api.OpenApiResponses] = (BAD, (404, "Archive not found", "error"), (409, "Registered already", "error"))
+CHANGED: Final[api.OpenApiResponses] = (
     (200, "The change is made", "status"),
     (202, "The change continues in the background", "status"),
     (206, "The change is partly made", "status"),
 )
-UNREGISTERED: Final[OpenApiResponse] = (200, "Unregistered", "status")
-IGNORED: Final = tuple(QueryParameter(x, "Accepted, without effect", "integer") for x in ("timeout", "number_gpu"))
-S3_KMS: Final = QueryParameter("s3_sse_kms", "Whether KMS encrypts the archive in S3", "boolean", False)
+UNREGISTERED: Final[api.OpenApiResponse] = (200, "Unregistered", "status")
+IGNORED: Final = tuple(api.QueryParameter(x, "Accepted, without effect", "integer") for x in ("timeout", "number_gpu"))
+S3_KMS: Final = api.QueryParameter("s3_sse_kms", "Whether KMS encrypts the archive in S3", "boolean", False)
 
 
-def _page_of(what: str) -> tuple[QueryParameter, ...]:
+def _page_of(what: str) -> tuple[api.QueryParameter, ...]:
     limit = f"{what} per page, from 1 to {PAGE_SIZE}; other values mean {PAGE_SIZE}"
     return (
-        QueryParameter("limit", limit, "integer", PAGE_SIZE, least=1),
-        QueryParameter("next_page_token", "The nextPageToken of the previous page", "integer", 0, least=0),
+        api.QueryParameter("limit", limit, "integer", PAGE_SIZE, least=1),
+        api.QueryParameter("next_page_token", "The nextPageToken of the previous page", "integer", 0, least=0),
     )
 
 
-LIST: Final = Operation(
+LIST: Final = api.Operation(
     "GET",
     "/models",
     "listModels",
@@ -70,55 +62,55 @@ LIST: Final = Operation(
     _page_of("Models"),
     responses=((200, "OK", "page"), BAD),
 )
-REGISTER: Final = Operation(
+REGISTER: Final = api.Operation(
     "POST",
     "/models",
     "registerModel",
     "Registers a version of a model. A JSON body takes the same parameters as the query.",
     (
-        QueryParameter("url", "Name of an archive in the model store, or the URL of an archive", required=True),
-        QueryParameter("model_name", "Name of the model, by default the archive's"),
-        QueryParameter("handler", "Entry point, by default the archive's"),
-        QueryParameter("runtime", "Runtime, by default the archive's", values=RUNTIMES),
-        QueryParameter("batch_size", "Maximum batch size", "integer", 1, least=1),
-        QueryParameter("max_batch_delay", "Maximum wait for a batch to fill, ms", "integer", 100, least=0),
-        QueryParameter("initial_workers", "Workers to start", "integer", 0, least=0),
-        QueryParameter("synchronous", "Whether to wait until the workers are ready", "boolean", True),
-        QueryParameter("response_timeout", "Maximum run time of a batch, s", "integer", 120, least=1),
-        QueryParameter("startup_timeout", "Maximum load time of a worker, s", "integer", 120, least=1),
+        api.QueryParameter("url", "Name of an archive in the model store, or the URL of an archive", required=True),
+        api.QueryParameter("model_name", "Name of the model, by default the archive's"),
+        api.QueryParameter("handler", "Entry point, by default the archive's"),
+        api.QueryParameter("runtime", "Runtime, by default the archive's", values=RUNTIMES),
+        api.QueryParameter("batch_size", "Maximum batch size", "integer", 1, least=1),
+        api.QueryParameter("max_batch_delay", "Maximum wait for a batch to fill, ms", "integer", 100, least=0),
+        api.QueryParameter("initial_workers", "Workers to start", "integer", 0, least=0),
+        api.QueryParameter("synchronous", "Whether to wait until the workers are ready", "boolean", True),
+        api.QueryParameter("response_timeout", "Maximum run time of a batch, s", "integer", 120, least=1),
+        api.QueryParameter("startup_timeout", "Maximum load time of a worker, s", "integer", 120, least=1),
         S3_KMS,
     ),
     body="object",
     responses=(*CHANGED, *REFUSED),
 )
-DESCRIBE: Final = Operation(
+DESCRIBE: Final = api.Operation(
     "GET",
     "/models/{model_name}",
     "describeModel",
     "Describes the default version of a model: settings, workers, queue.",
-    (QueryParameter("customized", "Whether to include the handler's own description", "boolean", False),),
+    (api.QueryParameter("customized", "Whether to include the handler's own description", "boolean", False),),
     responses=((200, "OK", "models"), NO_MODEL, (503, "No worker can describe the model", "error")),
 )
-SCALE: Final = Operation(
+SCALE: Final = api.Operation(
     "PUT",
     "/models/{model_name}",
     "setAutoScale",
     "Sets the number of workers of the default version of a model.",
     (
-        QueryParameter("min_worker", "Workers to run", "integer", 1, least=-MAX_INT),
-        QueryParameter("max_worker", "At least min_worker, by default the same", "integer", least=-MAX_INT),
-        QueryParameter("model_version", "Version to scale, by default the default version"),
-        QueryParameter("synchronous", "Whether to wait until the workers are ready", "boolean", False),
+        api.QueryParameter("min_worker", "Workers to run", "integer", 1, least=-MAX_INT),
+        api.QueryParameter("max_worker", "At least min_worker, by default the same", "integer", least=-MAX_INT),
+        api.QueryParameter("model_version", "Version to scale, by default the default version"),
+        api.QueryParameter("synchronous", "Whether to wait until the workers are ready", "boolean", False),
         *IGNORED,
     ),
     responses=(*CHANGED, BAD, NO_MODEL),
 )
-UNREGISTER: Final = Operation(
+UNREGISTER: Final = api.Operation(
     "DELETE",
     "/models/{model_name}",
     "unregisterModel",
     "Unregisters the default version of a model, if it is the only one.",
-    (QueryParameter("synchronous", "Accepted, without effect", "boolean"), IGNORED[0]),
+    (api.QueryParameter("synchronous", "Accepted, without effect", "boolean"), IGNORED[0]),
     responses=(
         UNREGISTERED,
         (403, "The default version cannot be removed while other versions exist", "error"),
@@ -126,14 +118,14 @@ UNREGISTER: Final = Operation(
         (408, "The workers did not end in time", "error"),
     ),
 )
-SET_DEFAULT: Final = Operation(
+SET_DEFAULT: Final = api.Operation(
     "PUT",
     "/models/{model_name}/{model_version}/set-default",
     "setDefault",
     "Makes a version the default, which serves requests without a version.",
     responses=((200, "Set", "status"), NO_MODEL),
 )
-TRAFFIC: Final = Operation(
+TRAFFIC: Final = api.Operation(
     "PUT",
     "/models/{model_name}/traffic",
     "setTraffic",
@@ -141,15 +133,15 @@ TRAFFIC: Final = Operation(
     body="object",
     responses=((200, "Split", "status"), BAD, NO_MODEL),
 )
-TOKEN: Final = Operation(
+TOKEN: Final = api.Operation(
     "GET",
     "/token",
     "newToken",
     "Creates a new key for an API and writes it to the key file. The request needs the key of the token API.",
-    (QueryParameter("type", "The API whose key is replaced", required=True, values=("management", "inference")),),
+    (api.QueryParameter("type", "The API whose key is replaced", required=True, values=("management", "inference")),),
     responses=((200, "Created; the body is an empty line", "bytes"), BAD),
 )
-LIST_WORKFLOWS: Final = Operation(
+LIST_WORKFLOWS: Final = api.Operation(
     "GET",
     "/workflows",
     "listWorkflows",
@@ -157,29 +149,29 @@ LIST_WORKFLOWS: Final = Operation(
     _page_of("Workflows"),
     responses=((200, "OK", "object"), BAD),
 )
-REGISTER_WORKFLOW: Final = Operation(
+REGISTER_WORKFLOW: Final = api.Operation(
     "POST",
     "/workflows",
     "registerWorkflow",
     "Registers a workflow and the models of its nodes. A JSON body takes the same parameters as the query.",
     (
-        QueryParameter("url", "Name of an archive in the workflow store, or the URL of an archive", required=True),
-        QueryParameter("workflow_name", "Name of the workflow, by default the archive's"),
-        QueryParameter("response_timeout", "Maximum run time of a batch of any node, s", "integer", 120, least=1),
-        QueryParameter("startup_timeout", "Maximum load time of a worker of any node, s", "integer", 120, least=1),
+        api.QueryParameter("url", "Name of an archive in the workflow store, or the URL of an archive", required=True),
+        api.QueryParameter("workflow_name", "Name of the workflow, by default the archive's"),
+        api.QueryParameter("response_timeout", "Maximum run time of a batch of any node, s", "integer", 120, least=1),
+        api.QueryParameter("startup_timeout", "Maximum load time of a worker of any node, s", "integer", 120, least=1),
         S3_KMS,
     ),
     body="object",
     responses=((200, "Every node has its workers", "status"), *REFUSED),
 )
-DESCRIBE_WORKFLOW: Final = Operation(
+DESCRIBE_WORKFLOW: Final = api.Operation(
     "GET",
     "/workflows/{workflow_name}",
     "describeWorkflow",
     "Describes a workflow: its default settings and its graph.",
     responses=((200, "OK", "object"), NO_WORKFLOW),
 )
-UNREGISTER_WORKFLOW: Final = Operation(
+UNREGISTER_WORKFLOW: Final = api.Operation(
     "DELETE",
     "/workflows/{workflow_name}",
     "unregisterWorkflow",
@@ -188,9 +180,9 @@ UNREGISTER_WORKFLOW: Final = Operation(
 )
 
 
-def of_version(operation: Operation) -> Operation:
+def of_version(operation: api.Operation) -> api.Operation:
     """The operation for a path that names a version, made from the operation for the default version."""
-    return Operation(
+    return api.Operation(
         operation.method,
         operation.path + "/{model_version}",
         f"version_{operation.id}",
@@ -203,13 +195,13 @@ def of_version(operation: Operation) -> Operation:
 # ---- parameters
 
 
-def read_query(operation: Operation, query: Query, warn: Warn) -> dict[str, Any]:
+def read_query(operation: api.Operation, query: Query, warn: Warn) -> dict[str, Any]:
     """The operation's parameters: a number or text that is missing is None, a boolean its default."""
     return _read(operation, {name: values[0] for name, values in query.items() if values}, warn)
 
 
 def read_request(
-    operation: Operation, query: Query, content_type: str, body: bytes | memoryview, warn: Warn
+    operation: api.Operation, query: Query, content_type: str, body: bytes | memoryview, warn: Warn
 ) -> dict[str, Any]:
     """The operation's parameters, from its JSON body if it has one, else from its query."""
     if len(body) and split_type(content_type)[0] == "application/json":
@@ -217,17 +209,17 @@ def read_request(
     return read_query(operation, query, warn)
 
 
-def read_registration(query: Query, content_type: str, body: bytes | memoryview, warn: Warn) -> RegisterRequest:
+def read_registration(query: Query, content_type: str, body: bytes | memoryview, warn: Warn) -> api.RegisterRequest:
     """The parameters of `POST /models`."""
-    return check_registration(RegisterRequest(**read_request(REGISTER, query, content_type, body, warn)))
+    return check_registration(api.RegisterRequest(**read_request(REGISTER, query, content_type, body, warn)))
 
 
-def read_workflow(query: Query, content_type: str, body: bytes | memoryview, warn: Warn) -> WorkflowRequest:
+def read_workflow(query: Query, content_type: str, body: bytes | memoryview, warn: Warn) -> api.WorkflowRequest:
     """The parameters of `POST /workflows`."""
-    return WorkflowRequest(**read_request(REGISTER_WORKFLOW, query, content_type, body, warn))
+    return api.WorkflowRequest(**read_request(REGISTER_WORKFLOW, query, content_type, body, warn))
 
 
-def check_registration(registration: RegisterRequest) -> RegisterRequest:
+def check_registration(registration: api.RegisterRequest) -> api.RegisterRequest:
     """The registration, unchanged. Raises ApiError if it has no URL or an unknown runtime."""
     if registration.url is None:
         raise _bad_request("Parameter url is required.")
@@ -265,7 +257,7 @@ def read_weights(body: bytes | memoryview) -> dict[str, float]:
     return weights
 
 
-def unknown_parameters(operation: Operation, query: Query) -> list[str]:
+def unknown_parameters(operation: api.Operation, query: Query) -> list[str]:
     """The parameters without effect, for the log: at most ten, truncated."""
     known = [parameter.name for parameter in operation.parameters]
     return [name[:_SHOWN] for name in query if name not in known][:10]
@@ -273,10 +265,10 @@ def unknown_parameters(operation: Operation, query: Query) -> list[str]:
 
 # ---- values
 
-_bad_request = partial(ApiError, "BadRequestException")
+_bad_request = partial(api.ApiError, "BadRequestException")
 
 
-def _read(operation: Operation, values: Mapping[str, Any], warn: Warn, *, strict: bool = False) -> dict[str, Any]:
+def _read(operation: api.Operation, values: Mapping[str, Any], warn: Warn, *, strict: bool = False) -> dict[str, Any]:
     read: dict[str, Any] = {}
     for parameter in operation.parameters:
         name, value = parameter.name, values.get(parameter.name)
@@ -338,5 +330,5 @@ def _whole(value: Any) -> int | None:
     return None
 
 
-def _invalid(name: str, value: Any, expected: str) -> ApiError:
+def _invalid(name: str, value: Any, expected: str) -> api.ApiError:
     return _bad_request(f"{name}: found {found(value)}, expected {expected}")

@@ -22,16 +22,8 @@ import torch
 from penstock.errors import describe
 from penstock.images import flat, opened
 from penstock.runtimes import torch as torch_files
+from penstock.torchserve.ts import util
 from penstock.torchserve.ts.base_handler import BaseHandler, captum, target_class
-from penstock.torchserve.ts.util import (
-    CLEANUP_REGEX,
-    CONTRACTION_MAP,
-    get_tokenizer,
-    map_class_to_label,
-    ngrams_iterator,
-    require,
-    timed,
-)
 
 log = logging.getLogger("penstock.model")
 
@@ -113,7 +105,7 @@ class VisionHandler(BaseHandler, ABC):
         """Captum's IntegratedGradients of the model, created by the first request for an explanation."""
         return captum().IntegratedGradients(self.model)
 
-    @timed
+    @util.timed
     def preprocess(self, data: Any) -> Any:
         """The images of the batch as one tensor on the device.
 
@@ -147,11 +139,11 @@ class ImageClassifier(VisionHandler):
     def get_max_result_classes(self) -> int:
         return self.topk
 
-    @timed
+    @util.timed
     def postprocess(self, data: Any) -> Any:
         """`data` are the model's scores, `[rows, classes]`."""
         probabilities, classes = torch.topk(torch.softmax(data, dim=1), self.topk, dim=1)
-        return map_class_to_label(probabilities.tolist(), self.mapping, classes.tolist())
+        return util.map_class_to_label(probabilities.tolist(), self.mapping, classes.tolist())
 
 
 class ImageSegmenter(VisionHandler):
@@ -179,18 +171,18 @@ class ObjectDetector(VisionHandler):
         kept = found["scores"] >= self.threshold
         boxes, labels, scores = (found[key][kept].tolist() for key in ("boxes", "labels", "scores"))
         return [
-            map_class_to_label([[box]], self.mapping, [[label]])[0] | {"score": score}
+            util.map_class_to_label([[box]], self.mapping, [[label]])[0] | {"score": score}
             for box, label, score in zip(boxes, labels, scores, strict=True)
         ]
 
 
 def _pil() -> Any:
-    return require("PIL.Image", "images need Pillow: pip install pillow")
+    return util.require("PIL.Image", "images need Pillow: pip install pillow")
 
 
 # ---- texts
 
-_CONTRACTIONS = re.compile("|".join(map(re.escape, CONTRACTION_MAP)), re.IGNORECASE)
+_CONTRACTIONS = re.compile("|".join(map(re.escape, util.CONTRACTION_MAP)), re.IGNORECASE)
 UNKNOWN = "<unk>"
 
 
@@ -200,7 +192,7 @@ class TextHandler(BaseHandler, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.source_vocab: Any = None
-        self.tokenizer = get_tokenizer("basic_english")
+        self.tokenizer = util.get_tokenizer("basic_english")
         self.input_text: Any = None
 
     def initialize(self, context: Any) -> None:
@@ -227,7 +219,7 @@ class TextHandler(BaseHandler, ABC):
 
     def _expand_contractions(self, text: str) -> str:
         """The text without contractions and apostrophes; a contraction keeps its first character."""
-        text = _CONTRACTIONS.sub(lambda found: found[0][0] + CONTRACTION_MAP[found[0].lower()][1:], text)
+        text = _CONTRACTIONS.sub(lambda found: found[0][0] + util.CONTRACTION_MAP[found[0].lower()][1:], text)
         return text.replace("'", "")
 
     def _remove_accented_characters(self, text: str) -> str:
@@ -235,7 +227,7 @@ class TextHandler(BaseHandler, ABC):
         return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
     def _remove_html_tags(self, text: str) -> str:
-        return CLEANUP_REGEX.sub("", text)
+        return util.CLEANUP_REGEX.sub("", text)
 
     def _remove_punctuation(self, text: str) -> str:
         return text.translate(str.maketrans("", "", string.punctuation))
@@ -272,7 +264,7 @@ class TextClassifier(TextHandler):
             text = text.decode("utf-8")
         text = self._expand_contractions(self._remove_html_tags(text).lower())
         words = self._tokenize(self._remove_punctuation(self._remove_accented_characters(text)))
-        numbers = [self.source_vocab[word] for word in ngrams_iterator(words, self.ngrams)]
+        numbers = [self.source_vocab[word] for word in util.ngrams_iterator(words, self.ngrams)]
         return torch.as_tensor(numbers, device=self.device), words
 
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -281,7 +273,7 @@ class TextClassifier(TextHandler):
 
     def postprocess(self, data: Any) -> Any:
         """`data` are the model's scores, `[rows, classes]`."""
-        return map_class_to_label(softmax(data).tolist(), self.mapping)
+        return util.map_class_to_label(softmax(data).tolist(), self.mapping)
 
     def get_insights(self, text_preprocess: Any, _: Any, target: Any = 0) -> Any:
         """[{"words": the text's words, "importances": their contribution to the score of class `target`}]."""
