@@ -45,9 +45,7 @@ BUILTIN: dict[str, dict[str, str]] = {
         "torchserve_raw": "penstock.torchserve.protocol.codec:RawCodec",
     },
     # where a bulk job decodes and sends
-    "cluster": {
-        "ray": "penstock.ray.captions:RayCaptions",
-    },
+    "cluster": {"ray": "penstock.ray.captions:RayCaptions"},
     # what servers of captioners take and return
     "caption-backend": {
         "openai": "penstock.bulk.chat:ChatBackend",
@@ -63,13 +61,9 @@ BUILTIN: dict[str, dict[str, str]] = {
         "preprocess": "penstock.runtimes.preprocess:PreprocessPool",
     },
     # functions that recognise a TOML file of a model by its tables; any other file is a configuration
-    "toml": {
-        "pipeline": "penstock.pipeline.notation:is_pipeline",
-    },
+    "toml": {"pipeline": "penstock.pipeline.notation:is_pipeline"},
     # further notations of pipelines' files
-    "dialect": {
-        "torchpipe": "penstock.torchpipe.dialect:DIALECT",
-    },
+    "dialect": {"torchpipe": "penstock.torchpipe.dialect:DIALECT"},
     "policy": {
         "adaptive": "penstock.core.batching.policies.adaptive:Adaptive",
         "fixed": "penstock.core.batching.policies.fixed:Fixed",

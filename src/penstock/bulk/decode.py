@@ -15,15 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.bulk.frames import DecodedFrame, FrameReader, GapList
-from penstock.bulk.pixels import (
-    JPEG_SHARE,
-    Array,
-    DifferenceHash,
-    FrameConverter,
-    SceneStarts,
-    jpeg_encoder,
-    within,
-)
+from penstock.bulk.pixels import JPEG_SHARE, Array, DifferenceHash, FrameConverter, SceneStarts, jpeg_encoder, within
 from penstock.bulk.types import Chunk, Pixels, Position, ReadPlan, ReadResult, Sample, Sampling, Stopped, Video
 from penstock.bulk.video import VideoError, VideoProbe, av_library, is_image, reason, require_regular_file
 from penstock.errors import DecodeError

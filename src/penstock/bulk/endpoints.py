@@ -11,13 +11,7 @@ from random import Random
 from typing import Any, Final
 
 from penstock.backoff import doubled_s
-from penstock.bulk.servers import (
-    RevisionChanged,
-    ServerFault,
-    ServerInfo,
-    WrongAnswer,
-    revision_changed,
-)
+from penstock.bulk.servers import RevisionChanged, ServerFault, ServerInfo, WrongAnswer, revision_changed
 from penstock.bulk.types import EndpointStats, SendMode, SendOptions
 from penstock.client.endpoint import (
     ConnectionLost,

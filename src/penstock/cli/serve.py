@@ -112,10 +112,7 @@ class _Serve(click.Command):
     help="Loaded copies of each model or whole pipeline, one process each.",
 )
 @click.option(
-    "--devices",
-    callback=devices_list,
-    metavar="D,D",
-    help="Devices, such as cuda:0,cuda:1; one instance on each.",
+    "--devices", callback=devices_list, metavar="D,D", help="Devices, such as cuda:0,cuda:1; one instance on each."
 )
 @click.option(
     "--compat", type=click.Choice(["torchpipe"]), help="Pipeline dialect: unknown keys cause warnings, not errors."

@@ -14,13 +14,7 @@ from typing import Final, TypeAlias, cast
 
 from msgspec import Struct
 
-from penstock.client.endpoint import (
-    ConnectionLost,
-    Endpoint,
-    ResponseTimeout,
-    Unreachable,
-    UntrustedCertificate,
-)
+from penstock.client.endpoint import ConnectionLost, Endpoint, ResponseTimeout, Unreachable, UntrustedCertificate
 from penstock.client.response import HttpResponse, ResponseReader
 from penstock.errors import BadRequest, PenstockError
 

@@ -12,16 +12,7 @@ from penstock.core.worker.profile import coupled
 from penstock.core.worker.rows import check_rows
 from penstock.core.worker.tensor_model import ANY_ROWS, Input, Program, samples_of
 from penstock.errors import BadRequest, ConfigError, WrongRowCount
-from penstock.pipeline.collate import (
-    PIXELS,
-    Collator,
-    array_of,
-    calls,
-    check_input,
-    chunks,
-    dtype_of,
-    normalizations,
-)
+from penstock.pipeline.collate import PIXELS, Collator, array_of, calls, check_input, chunks, dtype_of, normalizations
 from penstock.pipeline.ops.base import Array, BatchOp, Fields, found
 from penstock.pipeline.runtimes import ModelFile, Precision, Runtime, cores, open_program, warn_once
 from penstock.runtimes.onnx import PROFILE_ROWS, RAW, plain_input

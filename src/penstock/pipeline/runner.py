@@ -19,15 +19,7 @@ from penstock.core.engine.direct import StageDriver
 from penstock.core.engine.drivers import LaterCall, LaterCalls
 from penstock.core.transports.slot import within
 from penstock.core.wire.slabs import SlabPool
-from penstock.errors import (
-    BadRequest,
-    DeadlineExceeded,
-    ItemFailed,
-    ModelNotReady,
-    PenstockError,
-    QueueFull,
-    nearest,
-)
+from penstock.errors import BadRequest, DeadlineExceeded, ItemFailed, ModelNotReady, PenstockError, QueueFull, nearest
 from penstock.pipeline.engine import POOL_BYTES, Backpressure, NodeEngine
 from penstock.pipeline.graph import REQUEST, Each, Graph, ItemRoute, chain_of, outside, route, subgraph_of
 from penstock.pipeline.node import SharedState, placed

@@ -66,13 +66,7 @@ class ModelReplica:
     """One replica: an engine with one model, on the event loop on which Serve runs it."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self,
-        name: str,
-        config: ModelConfig,
-        target: Any,
-        limits: LimitsConfig,
-        tokens: tuple[str, ...],
-        place: Place,
+        self, name: str, config: ModelConfig, target: Any, limits: LimitsConfig, tokens: tuple[str, ...], place: Place
     ) -> None:
         """Loads the model. Raises LoadFailed, with the model's traceback; TargetNotFound, ConfigError."""
         self._name, self._limits = name, limits

@@ -44,12 +44,7 @@ def cut(entry: Entry, rows: int) -> list[Entry]:
 
 def _piece(entry: Entry, start: int, rows: int) -> Entry:
     return replace(
-        entry,
-        rows=rows,
-        nbytes=0,
-        parent=entry.parent or entry,
-        start=entry.start + start,
-        state=int(EntryState.NEW),
+        entry, rows=rows, nbytes=0, parent=entry.parent or entry, start=entry.start + start, state=int(EntryState.NEW)
     )
 
 

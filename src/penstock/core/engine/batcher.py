@@ -28,15 +28,7 @@ from penstock.core.batching.entry import INF, Dispatch, Entry, EntryState, Expir
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.codecs import traits_of
 from penstock.core.contracts import Observer, Transport
-from penstock.core.engine.calls import (
-    Call,
-    Notifier,
-    PieceMerger,
-    RunningBatch,
-    error_of,
-    of_requests,
-    reason_of,
-)
+from penstock.core.engine.calls import Call, Notifier, PieceMerger, RunningBatch, error_of, of_requests, reason_of
 from penstock.core.engine.drivers import Driver, LoopDriver
 from penstock.core.engine.quarantine import Quarantine
 from penstock.core.transports.slot import within

@@ -221,11 +221,7 @@ class Engine:
             transport = DirectTransport(spec, len(devices), devices, driver)
         else:
             transport = resolve("transport", config.transport)(
-                spec,
-                slots=len(devices),
-                devices=devices,
-                pool=self.pool,
-                reply_bytes=self._limits.reply_bytes,
+                spec, slots=len(devices), devices=devices, pool=self.pool, reply_bytes=self._limits.reply_bytes
             )
         handle = ModelHandle(spec, transport, devices, self._limits.max_queue_bytes, self._observers, driver=driver)
         if driver is not None:

@@ -32,15 +32,7 @@ from penstock.core.contracts import Observer
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.inbox import Caller, Inbox
 from penstock.core.portal.loop_thread import PortalBackend, PortalThread, new_waiter, no_answer
-from penstock.core.portal.waiters import (
-    Convert,
-    Future,
-    SyncWaiter,
-    ThreadWaiter,
-    all_items,
-    every_item,
-    the_item,
-)
+from penstock.core.portal.waiters import Convert, Future, SyncWaiter, ThreadWaiter, all_items, every_item, the_item
 from penstock.errors import ModelNotReady
 from penstock.types import Item, ItemResult
 

@@ -50,12 +50,7 @@ FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")  # all of t
 class BatchRunner:
     """Drives one loaded model. `decode` is pure and may run ahead in another thread; `run` needs the worker's own."""
 
-    def __init__(
-        self,
-        model: PythonModel,
-        metadata: ModelMetadata,
-        batching: BatchingConfig,
-    ) -> None:
+    def __init__(self, model: PythonModel, metadata: ModelMetadata, batching: BatchingConfig) -> None:
         self.model = model
         self._item_type = model.types.item_type()
         self._extras = {"item_type": self._item_type, "clock": lambda: time.time()}

@@ -227,7 +227,7 @@ _SETTINGS: Final[Mapping[str, Callable[[SuiteRow], str]]] = {
     "batch": lambda row: str(row.point.batch_size),
 }
 _BATCH: Final[Mapping[str, Callable[[SuiteRow], str]]] = {
-    "batch p50": lambda row: _known(row.median(lambda m: server_stats(m).worker_at_s.get("p50"))),
+    "batch p50": lambda row: _known(row.median(lambda m: server_stats(m).worker_at_s.get("p50")))
 }
 
 

@@ -185,11 +185,7 @@ class TlsGate:
     """
 
     def __init__(
-        self,
-        listener: Listener,
-        connect: Callable[[], asyncio.BaseProtocol],
-        tls: dict[str, Any],
-        refusal: bytes,
+        self, listener: Listener, connect: Callable[[], asyncio.BaseProtocol], tls: dict[str, Any], refusal: bytes
     ) -> None:
         self._listener = listener
         self._connect = connect
@@ -318,11 +314,7 @@ class SocketServer:
     """
 
     def __init__(
-        self,
-        listener: Listener,
-        connect: Callable[[], asyncio.BaseProtocol],
-        no_tls: bytes,
-        tls: ssl.SSLContext | None,
+        self, listener: Listener, connect: Callable[[], asyncio.BaseProtocol], no_tls: bytes, tls: ssl.SSLContext | None
     ) -> None:
         self.listener = listener
         self.tls = tls

@@ -12,11 +12,7 @@ from google.protobuf.message import DecodeError
 from penstock.core.columns import RequestPlan, TensorRequest, TensorRows
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.columns import OutputColumn, SharedStack
-from penstock.serving.protocols.oip import (
-    OipCodec,
-    OipContext,
-    is_steady,
-)
+from penstock.serving.protocols.oip import OipCodec, OipContext, is_steady
 from penstock.serving.protocols.oip_messages import (
     TYPED,
     AllParameters,

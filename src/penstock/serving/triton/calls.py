@@ -49,12 +49,7 @@ class TritonExtensions:
     """The calls as methods, and their state. A method returns the result or awaits it; None is an empty response."""
 
     def __init__(
-        self,
-        engine: Engine,
-        config: Config,
-        management: ManagementBackend,
-        statistics: ModelStatistics,
-        log: ServerLog,
+        self, engine: Engine, config: Config, management: ManagementBackend, statistics: ModelStatistics, log: ServerLog
     ) -> None:
         self.memory = SharedMemory(config.server.shared_memory, config.limits.max_body_bytes)
         self._repository = ModelRepository(engine, config, management)

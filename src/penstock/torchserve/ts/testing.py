@@ -182,12 +182,7 @@ def start(
     command = ["torchserve", "--start", *(flag for flag, given in switches.items() if given)]
     command += [word for flag, value in values.items() if value for word in (flag, str(value))]
     server = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
     assert server.stdout is not None
     for line in server.stdout:
