@@ -33,6 +33,15 @@ class PenstockError(Exception):
     original: Any = None
     status: int | None = None
 
+    def __init_subclass__(
+        cls, *, code: str | None = None, retryable: bool | None = None, exit_status: int | None = None
+    ) -> None:
+        """What a class does not give, it inherits."""
+        given = {"code": code, "retryable": retryable, "exit_status": exit_status}
+        for name in given:
+            if given[name] is not None:
+                setattr(cls, name, given[name])
+
     def __init__(self, message: str, *, retry_after_s: float | None = None, detail: str = "") -> None:
         super().__init__(message)
         self.message = plain(message)
@@ -48,199 +57,132 @@ def _rebuild(cls: type[PenstockError], message: str, retry_after_s: float | None
     return cls(message, retry_after_s=retry_after_s, detail=detail)
 
 
-class BadRequest(PenstockError):
+class BadRequest(PenstockError, code="bad_request"):
     """The request is invalid; a retry fails in the same way."""
 
-    code = "bad_request"
 
-
-class PayloadTooLarge(BadRequest):
+class PayloadTooLarge(BadRequest, code="payload_too_large"):
     """The body exceeds `limits.max_body_bytes`, or the slab pool."""
 
-    code = "payload_too_large"
 
-
-class Quarantined(BadRequest):
+class Quarantined(BadRequest, code="quarantined"):
     """The payload killed two workers and is refused for a while; see `[models.NAME.restart]`."""
 
-    code = "quarantined"
 
-
-class DecodeError(BadRequest):
+class DecodeError(BadRequest, code="undecodable"):
     """The bytes of an item cannot be decoded as an image: empty, unknown format, damaged, truncated, or too large."""
 
-    code = "undecodable"
 
-
-class Unauthorized(PenstockError):
+class Unauthorized(PenstockError, code="unauthorized"):
     """The token is missing or wrong."""
 
-    code = "unauthorized"
 
-
-class ModelNotFound(PenstockError):
+class ModelNotFound(PenstockError, code="model_not_found"):
     """The model or version is not registered."""
 
-    code = "model_not_found"
 
-
-class RegionNotFound(PenstockError):
+class RegionNotFound(PenstockError, code="region_not_found"):
     """No region of shared memory is registered under the name."""
 
-    code = "region_not_found"
 
-
-class RegionExists(BadRequest):
+class RegionExists(BadRequest, code="region_exists"):
     """A region of shared memory is registered under the name already."""
 
-    code = "region_exists"
 
-
-class Conflict(PenstockError):
+class Conflict(PenstockError, code="conflict"):
     """The change conflicts with the current state."""
 
-    code = "conflict"
 
-
-class Forbidden(PenstockError):
+class Forbidden(PenstockError, code="forbidden"):
     """The configuration forbids this operation, whatever the token."""
 
-    code = "forbidden"
 
-
-class ModelNotReady(PenstockError):
+class ModelNotReady(PenstockError, code="model_not_ready", retryable=True):
     """The model is known, but loading, failed or draining."""
 
-    code = "model_not_ready"
-    retryable = True
 
-
-class BrokerUnavailable(ModelNotReady):
+class BrokerUnavailable(ModelNotReady, code="broker_unavailable"):
     """The broker between callers and workers is unreachable or rejects requests."""
 
-    code = "broker_unavailable"
 
-
-class NotSupported(PenstockError):
+class NotSupported(PenstockError, code="not_supported"):
     """The model, or the server, lacks the operation."""
 
-    code = "not_supported"
 
-
-class UnsupportedType(PenstockError):
+class UnsupportedType(PenstockError, code="unsupported_media_type"):
     """The route does not accept this content type."""
 
-    code = "unsupported_media_type"
 
-
-class QueueFull(PenstockError):
+class QueueFull(PenstockError, code="queue_full", retryable=True):
     """The queue of the model is full, in items or in bytes."""
 
-    code = "queue_full"
-    retryable = True
 
-
-class SequenceNotFound(PenstockError):
+class SequenceNotFound(PenstockError, code="sequence_not_found"):
     """The sequence never began, has ended, or was idle for too long."""
 
-    code = "sequence_not_found"
 
-
-class SequenceLost(PenstockError):
+class SequenceLost(PenstockError, code="sequence_lost"):
     """The instance with the state of the sequence is gone; the sequence must begin again."""
 
-    code = "sequence_lost"
 
-
-class DeadlineExceeded(PenstockError, TimeoutError):
+class DeadlineExceeded(PenstockError, TimeoutError, code="deadline_exceeded", retryable=True):
     """The deadline passed, or could not be met, before the request was answered. A built-in TimeoutError too."""
 
-    code = "deadline_exceeded"
-    retryable = True
 
-
-class QueueTimeout(DeadlineExceeded):
+class QueueTimeout(DeadlineExceeded, code="queue_timeout"):
     """The request waited in the queue for longer than its own `timeout`, or `batching.timeout_s`, allows."""
 
-    code = "queue_timeout"
 
-
-class Cancelled(PenstockError):
+class Cancelled(PenstockError, code="cancelled"):
     """The caller cancelled before the request ran."""
 
-    code = "cancelled"
 
-
-class WorkerDied(PenstockError):
+class WorkerDied(PenstockError, code="worker_died", retryable=True):
     """The worker died while running the request."""
 
-    code = "worker_died"
-    retryable = True
 
-
-class RunTimeout(WorkerDied, TimeoutError):
+class RunTimeout(WorkerDied, TimeoutError, code="run_timeout"):
     """The run of the batch exceeded `run_timeout_s`, and its worker was replaced."""
 
-    code = "run_timeout"
 
-
-class ItemFailed(PenstockError):
+class ItemFailed(PenstockError, code="item_failed"):
     """The model failed on this item; other items in its batch are not affected."""
 
-    code = "item_failed"
 
-
-class OutOfMemory(ItemFailed):
+class OutOfMemory(ItemFailed, code="out_of_memory"):
     """The device ran out of memory for this item, even alone in its batch."""
 
-    code = "out_of_memory"
 
-
-class BadOutput(ItemFailed):
+class BadOutput(ItemFailed, code="bad_output"):
     """The model returned an invalid result: the wrong number of results, or one that cannot be serialised."""
-
-    code = "bad_output"
 
 
 class WrongRowCount(BadOutput):
     """A batch came back with another number of rows. Smaller batches may not, so the batch is repeated in halves."""
 
 
-class LoadFailed(PenstockError):
+class LoadFailed(PenstockError, code="load_failed"):
     """The model could not be loaded."""
 
-    code = "load_failed"
 
-
-class LoadOutOfMemory(LoadFailed):
+class LoadOutOfMemory(LoadFailed, code="load_out_of_memory"):
     """The model did not load because memory ran out."""
 
-    code = "load_out_of_memory"
 
-
-class ArchiveError(PenstockError):
+class ArchiveError(PenstockError, code="archive_error"):
     """A model archive breaks a rule, which the message names, or cannot be read or written."""
 
-    code = "archive_error"
 
-
-class ConfigError(PenstockError):
+class ConfigError(PenstockError, code="config_error", exit_status=USAGE):
     """A configuration file, variable or flag is wrong."""
 
-    code = "config_error"
-    exit_status = USAGE
 
-
-class ListenFailed(ConfigError):
+class ListenFailed(ConfigError, exit_status=FAILED):
     """An address cannot be bound now; another one, or a later start, may succeed."""
 
-    exit_status = FAILED
 
-
-class TargetNotFound(ConfigError):
+class TargetNotFound(ConfigError, code="target_not_found"):
     """A TARGET such as `app.py:Model` names nothing that can be imported."""
-
-    code = "target_not_found"
 
 
 def _tree(cls: type[PenstockError]) -> Iterable[type[PenstockError]]:

@@ -40,16 +40,12 @@ STREAM_SINGLE: Final = 500  # requests in flight, as in the published clients
 SINGLE_ROUND: Final = 50  # requests in a round, as in the published clients
 
 
-class NoServer(PenstockError):
+class NoServer(PenstockError, code="no_server"):
     """No server has answered for as long as the job waits for one. The job ends."""
 
-    code = "no_server"
 
-
-class NotSent(PenstockError):
+class NotSent(PenstockError, code="not_sent"):
     """The sender was closed before the chunk had a result; the next run sends it."""
-
-    code = "not_sent"
 
 
 ENDS_THE_JOB: Final = (RevisionChanged, Unauthorized, Forbidden, UntrustedCertificate, NoServer)

@@ -27,10 +27,8 @@ END_S: Final = 20.0  # from SIGTERM to SIGKILL
 TAIL_BYTES: Final = 2000
 
 
-class EngineFailed(PenstockError):
+class EngineFailed(PenstockError, code="engine_failed"):
     """The engine cannot be started, or ends again and again."""
-
-    code = "engine_failed"
 
 
 def engine_url(command: str) -> str:

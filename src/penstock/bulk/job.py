@@ -45,10 +45,8 @@ MAX_ERRORS = 100  # rows in a row with an error: it is the request that is wrong
 PROBE_S = 5.0  # for the header that is being probed at the end
 
 
-class AllRefused(PenstockError):
+class AllRefused(PenstockError, code="all_refused"):
     """The servers answer, but caption nothing."""
-
-    code = "all_refused"
 
 
 class JobParts(Struct, frozen=True):

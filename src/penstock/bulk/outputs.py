@@ -33,10 +33,8 @@ SINGLE_CUE_S = 2.0  # how long the caption of a video's only sample is shown
 NAME_BYTES = 200  # longer names are cut, so that the suffix fits into the usual limit of 255
 
 
-class OutputError(PenstockError):
+class OutputError(PenstockError, code="output_error"):
     """An output cannot be written."""
-
-    code = "output_error"
 
 
 class OutputPaths(Struct, frozen=True):

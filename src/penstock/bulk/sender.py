@@ -28,10 +28,8 @@ _logger = logging.getLogger("penstock.bulk")
 BUSY: Final = (QueueFull, ModelNotReady, DeadlineExceeded)  # halve the window
 
 
-class Undelivered(PenstockError):
+class Undelivered(PenstockError, code="undelivered"):
     """A chunk has no captions after its last attempt, whose error is the `__cause__`."""
-
-    code = "undelivered"
 
 
 def undelivered(cause: PenstockError, attempts: int) -> Undelivered:

@@ -37,16 +37,12 @@ NOT_UP: Final = (
 )  # it may be up later
 
 
-class NotACaptioner(errors.PenstockError):
+class NotACaptioner(errors.PenstockError, code="not_a_captioner"):
     """The server responds, but does not describe a captioner of frames."""
 
-    code = "not_a_captioner"
 
-
-class ServersDiffer(errors.PenstockError):
+class ServersDiffer(errors.PenstockError, code="servers_differ"):
     """The servers of one job would not produce the same captions."""
-
-    code = "servers_differ"
 
 
 class ServerInfo(Struct, frozen=True, kw_only=True):
@@ -326,24 +322,16 @@ def _shown(value: object) -> str:
 OUTPUTS = ("caption", "frame_index")
 
 
-class WrongAnswer(errors.PenstockError):
+class WrongAnswer(errors.PenstockError, code="wrong_answer", retryable=True):
     """The response has status 200, but does not hold the captions of this request."""
 
-    code = "wrong_answer"
-    retryable = True
 
-
-class ServerFault(errors.PenstockError):
+class ServerFault(errors.PenstockError, code="server_fault", retryable=True):
     """The server failed on this request: a 5xx other than 502, 503 and 504."""
 
-    code = "server_fault"
-    retryable = True
 
-
-class RevisionChanged(errors.PenstockError):
+class RevisionChanged(errors.PenstockError, code="revision_changed"):
     """The server now runs another model or other settings; their captions must not be mixed with earlier ones."""
-
-    code = "revision_changed"
 
 
 def revision_changed(url: str, model: str, expected: str, found: str | None) -> RevisionChanged:

@@ -26,10 +26,8 @@ from penstock.errors import PenstockError
 TAIL_BYTES = 65536  # usually holds the last line
 
 
-class SpoolError(PenstockError):
+class SpoolError(PenstockError, code="spool_error"):
     """A spool cannot be read or written; committed rows stay."""
-
-    code = "spool_error"
 
 
 class SpoolHead(Struct, frozen=True, forbid_unknown_fields=True):
@@ -280,16 +278,12 @@ REQUEST = "request"  # the key of what a request to OpenAI's API says besides
 Fingerprint = dict[str, Any]
 
 
-class FingerprintDiffers(PenstockError):
+class FingerprintDiffers(PenstockError, code="fingerprint_differs"):
     """The work folder holds captions that another configuration made."""
 
-    code = "fingerprint_differs"
 
-
-class FolderError(PenstockError):
+class FolderError(PenstockError, code="work_folder"):
     """The work folder cannot be used: another job holds it, or the disk fails."""
-
-    code = "work_folder"
 
 
 def fingerprint(parameters: dict[str, Any], sampling: Sampling, pixels: Pixels) -> Fingerprint:

@@ -290,10 +290,8 @@ ReadChunks = Callable[..., Generator[Chunk, None, ReadResult]]
 """The type of `decode.read_chunks`."""
 
 
-class ReadingFailed(PenstockError):
+class ReadingFailed(PenstockError, code="reading_failed"):
     """Reading a video raised an unexpected error; the video fails, the job continues."""
-
-    code = "reading_failed"
 
 
 class DecoderThreads:

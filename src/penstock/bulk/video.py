@@ -34,10 +34,8 @@ NOT_VIDEOS = {"hls", "dash", "concat", "imf", "tty", "ffmetadata", "webvtt", "sr
 STILL_IMAGES = ("image2", "_pipe", "gif_pipe")
 
 
-class VideoError(PenstockError):
+class VideoError(PenstockError, code="video"):
     """A video cannot be opened, or is damaged from `frame` on."""
-
-    code = "video"
 
     def __init__(self, message: str, *, stage: Stage = "decode", frame: int | None = None, **more: Any) -> None:
         super().__init__(message, **more)
@@ -227,10 +225,8 @@ IMAGE_SUFFIXES = frozenset([".avif", ".bmp", ".jpeg", ".jpg", ".png", ".tif", ".
 VIDEO_SUFFIXES, OTHER_SUFFIXES = frozenset(_VIDEO_SUFFIXES.split()), frozenset(_OTHER_SUFFIXES.split())
 
 
-class InputError(PenstockError):
+class InputError(PenstockError, code="input"):
     """A named input does not exist."""
-
-    code = "input"
 
 
 def is_image(path: str) -> bool:

@@ -120,41 +120,25 @@ def read_token(path: str | None) -> str | None:
 # ---- errors, independent of what a response means
 
 
-class Unreachable(PenstockError):
+class Unreachable(PenstockError, code="unreachable", retryable=True):
     """The connection could not be opened; nothing of the request was sent."""
 
-    code = "unreachable"
-    retryable = True
 
-
-class UntrustedCertificate(PenstockError):
+class UntrustedCertificate(PenstockError, code="not_trusted"):
     """The client does not trust the server's certificate for this host name."""
 
-    code = "not_trusted"
 
-
-class ConnectionLost(PenstockError):
+class ConnectionLost(PenstockError, code="connection_lost", retryable=True):
     """The connection ended before the response was complete. The server may have run the request."""
 
-    code = "connection_lost"
-    retryable = True
 
-
-class ResponseTimeout(DeadlineExceeded):
+class ResponseTimeout(DeadlineExceeded, code="no_answer", retryable=True):
     """The server did not respond in time. It may hang, and it may have run the request."""
 
-    code = "no_answer"
-    retryable = True
 
-
-class MalformedResponse(PenstockError):
+class MalformedResponse(PenstockError, code="malformed_answer", retryable=True):
     """The server did not send valid HTTP/1.1."""
 
-    code = "malformed_answer"
-    retryable = True
 
-
-class ResponseTooLarge(MalformedResponse):
+class ResponseTooLarge(MalformedResponse, code="answer_too_large"):
     """The response exceeds the caller's limit. The client closes the connection without storing it."""
-
-    code = "answer_too_large"

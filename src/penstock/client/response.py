@@ -250,10 +250,8 @@ _BY_CODE: Final = {
 }
 
 
-class UnexpectedResponse(errors.PenstockError):
+class UnexpectedResponse(errors.PenstockError, code="unexpected_answer"):
     """The response has a status or a body that the request cannot lead to, such as a redirect."""
-
-    code = "unexpected_answer"
 
 
 def check(response: HttpResponse, url: str) -> None:

@@ -45,22 +45,17 @@ ATTEMPTS: Final = 8  # tasks in a row that end without a row; as for a chunk at 
 FIRST_S, LONGEST_S = 0.5, 30.0  # pauses between them, as for a chunk
 
 
-class NoNode(NoServer):
+class NoNode(NoServer, code="no_node"):
     """No node of the cluster is left for tasks; the job ends."""
 
-    code = "no_node"
 
-
-class TaskFailed(PenstockError):
+class TaskFailed(PenstockError, code="task_failed"):
     """A task raised an unexpected error; the video fails, the job continues."""
 
-    code = "task_failed"
 
-
-class TaskLost(PenstockError):
+class TaskLost(PenstockError, code="task_lost"):
     """The cluster lost a video's tasks several times in a row; the video fails, the job continues."""
 
-    code = "task_lost"
     stage = "ray"
 
 

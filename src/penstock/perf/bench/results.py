@@ -147,10 +147,8 @@ _FULL: Final = {
 }
 
 
-class NotWritten(PenstockError):
+class NotWritten(PenstockError, code="not_written"):
     """A results folder cannot be written."""
-
-    code = "not_written"
 
 
 class Results:

@@ -48,10 +48,8 @@ GROWN: Final = 0.05  # of the initial memory
 GROWN_BYTES: Final = 16 * 2**20  # normal fluctuation of an allocator
 
 
-class TargetFailing(PenstockError):
+class TargetFailing(PenstockError, code="failing"):
     """The target returns only errors, so there is nothing to measure."""
-
-    code = "failing"
 
 
 async def measure(

@@ -32,16 +32,13 @@ NO_BODY: Final = frozenset({204, 304})
 _TEXT: Final = re.compile("^(text/|$)|json|xml|javascript")
 
 
-class RouteNotFound(errors.PenstockError):
+class RouteNotFound(errors.PenstockError, code="not_found"):
     """No route has this path."""
 
-    code = "not_found"
 
-
-class MethodNotAllowed(errors.PenstockError):
+class MethodNotAllowed(errors.PenstockError, code="method_not_allowed"):
     """The route has other methods."""
 
-    code = "method_not_allowed"
     allow = "GET, HEAD"  # the value of the Allow header
 
     @classmethod
@@ -56,41 +53,28 @@ class MalformedHttp(errors.BadRequest):
     """What came is no HTTP."""
 
 
-class KeyReused(errors.BadRequest):
+class KeyReused(errors.BadRequest, code="idempotency_key_reused"):
     """An Idempotency-Key came with another request than before."""
 
-    code = "idempotency_key_reused"
 
-
-class RequestTimeout(errors.PenstockError):
+class RequestTimeout(errors.PenstockError, code="request_timeout"):
     """The head or the body did not arrive in time."""
 
-    code = "request_timeout"
 
-
-class ExpectationFailed(errors.PenstockError):
+class ExpectationFailed(errors.PenstockError, code="expectation_failed"):
     """An Expect header other than 100-continue."""
 
-    code = "expectation_failed"
 
-
-class HeadTooLarge(errors.PenstockError):
+class HeadTooLarge(errors.PenstockError, code="head_too_large"):
     """The head is larger than `limits.max_header_bytes`."""
 
-    code = "head_too_large"
 
-
-class ListenerFull(errors.PenstockError):
+class ListenerFull(errors.PenstockError, code="listener_full", retryable=True):
     """The clients of the listener occupy `limits.max_transit_bytes`."""
 
-    code = "listener_full"
-    retryable = True
 
-
-class NotImplementedHere(errors.PenstockError):
+class NotImplementedHere(errors.PenstockError, code="not_implemented"):
     """A transfer coding other than chunked."""
-
-    code = "not_implemented"
 
 
 STATUS: Final[dict[type[errors.PenstockError], int]] = {

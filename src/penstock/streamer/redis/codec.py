@@ -170,10 +170,8 @@ _TENSOR_DTYPE = re.compile(r"(b|u?i|f|bf|complex|float|bool|bfloat|u?int)[0-9]{0
 _LENGTH = struct.Struct("<H")
 
 
-class MalformedMessage(BadRequest):
+class MalformedMessage(BadRequest, code="malformed"):
     """The bytes were not produced by `encode`: another program wrote them, or they are damaged."""
-
-    code = "malformed"
 
 
 def encode(value: Any, allow_pickle: bool = False) -> bytes:

@@ -6,31 +6,21 @@ Each error has TorchServe's message. Its docstring names the status and type of 
 from penstock.errors import ArchiveError
 
 
-class ArchiveNotFound(ArchiveError):
+class ArchiveNotFound(ArchiveError, code="archive_not_found"):
     """No such name, folder or file (404 ModelNotFoundException)."""
 
-    code = "archive_not_found"
 
-
-class UrlForbidden(ArchiveError):
+class UrlForbidden(ArchiveError, code="url_forbidden"):
     """No allowed URL matches, or the host has a refused address (404 ModelNotFoundException)."""
 
-    code = "url_forbidden"
 
-
-class ArchiveExists(ArchiveError):
+class ArchiveExists(ArchiveError, code="archive_exists"):
     """The store already has a file of this name (500 InternalServerException)."""
 
-    code = "archive_exists"
 
-
-class DownloadFailed(ArchiveError):
+class DownloadFailed(ArchiveError, code="download_failed"):
     """The archive could not be downloaded; `detail` gives the reason (400 DownloadArchiveException)."""
 
-    code = "download_failed"
 
-
-class InstallFailed(ArchiveError):
+class InstallFailed(ArchiveError, code="install_failed"):
     """The model's own packages could not be installed; `detail` holds pip's output (400 ModelException)."""
-
-    code = "install_failed"

@@ -38,10 +38,9 @@ STATUS_OF: Final = {
 }
 
 
-class ApiError(PenstockError):
+class ApiError(PenstockError, code="torchserve"):
     """An error in TorchServe's terms: `kind` is the "type" in its JSON and determines the status."""
 
-    code = "torchserve"
     status: int
 
     def __init__(self, kind: str, message: str, *, status: int | None = None, detail: str = "") -> None:
