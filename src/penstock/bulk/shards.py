@@ -4,6 +4,7 @@ Shard i of n has the videos i, i + n, i + 2n ... of a list that must be the same
 digest of the list, so that the merge notices a file that only some machines saw.
 """
 
+import glob
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -68,7 +69,7 @@ def joined(output: Path, opened: ExitStack) -> list[tuple[Video, Path]]:
     videos, or has another list or configuration.
     """
     found: dict[int, tuple[Shard, WorkFolder]] = {}
-    for path in sorted(output.parent.glob(f"{_glob_text(output.name)}.shard-*-of-*.work")):
+    for path in sorted(output.parent.glob(f"{glob.escape(output.name)}.shard-*-of-*.work")):
         folder = opened.enter_context(closing(WorkFolder(path)))
         shard = _record(folder)
         first = next(iter(found.values()), (shard, folder))
@@ -109,7 +110,3 @@ def _record(folder: WorkFolder) -> Shard:
 
 def _digest(videos: Sequence[Video]) -> str:
     return hashlib.sha256(b"\0".join(video.name.encode() for video in videos)).hexdigest()
-
-
-def _glob_text(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)

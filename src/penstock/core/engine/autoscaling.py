@@ -89,9 +89,6 @@ class LoadScaler:
         if not self._ticking:
             self._look(now)
 
-    def _on_timer(self) -> None:
-        self._look(time.monotonic())
-
     def _look(self, now: float) -> None:
         batcher, instances, limits = self._batcher, self._instances, self.autoscaler.limits
         assert batcher is not None
@@ -111,7 +108,7 @@ class LoadScaler:
         if not self._ticking:
             wait_s = max(wait_s, min(LOOK_S, limits.next_s(today_s, self.autoscaler.start_s)))
         if self._ticking or limits.schedule:
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._on_timer)
+            self._timer = asyncio.get_running_loop().call_later(wait_s, lambda: self._look(time.monotonic()))
 
     def _reading(self, batcher: Batcher) -> LoadReading:
         scheduler, rows = batcher.scheduler, self._full_rows

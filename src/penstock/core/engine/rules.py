@@ -187,10 +187,6 @@ def _rows_auto(item: Item) -> int:
     return item.rows if found is None else found[0]
 
 
-def _shape(item: Item) -> str:
-    return _peeked(item)[1]
-
-
 def _header(item: Item, name: bytes) -> bytes | None:
     for key, value in item.headers or ():
         if key.lower() == name:
@@ -253,7 +249,7 @@ def bucket_rule(config: BatchingConfig) -> Callable[[Item], str] | None:
     if config.bucket == "none":
         return None
     if config.bucket == "shape":
-        return _shape
+        return lambda item: _peeked(item)[1]
     if config.bucket == "length":
         return None  # `length_rule`
     if config.bucket == "content-type":

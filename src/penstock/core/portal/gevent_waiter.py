@@ -30,7 +30,7 @@ class GeventHub:
         """In the hub's thread: announces one call."""
         self._expected += 1
         if self._expected == 1:
-            self._watcher.start(self._woken)
+            self._watcher.start(lambda: gevent.spawn(self._run))  # future callbacks may block, the hub must not
 
     def post(self, call: Callable[[], object]) -> None:
         """From any thread: makes an announced call."""
@@ -40,9 +40,6 @@ class GeventHub:
     def stop(self) -> None:
         """Expects no more calls."""
         self._watcher.stop()
-
-    def _woken(self) -> None:
-        gevent.spawn(self._run)  # future callbacks may block, the hub must not
 
     def _run(self) -> None:
         while self._calls:

@@ -76,7 +76,7 @@ class ModelTypes:
         if getattr(model, "inputs", None):  # it receives arrays
             self._item = Any
         last = getattr(model, "postprocess", None)
-        given = _returned(last or predict)
+        given = hints_of(last or predict).get("return", Any)
         self._result = given if last else _element(_element(given, _STREAMS, given), _BATCHES)
 
     def item_type(self) -> ItemType | None:
@@ -195,10 +195,6 @@ def _argument(function: Any) -> Any:
     except (TypeError, ValueError):
         return Any
     return hints_of(function).get(name, Any)
-
-
-def _returned(function: Any) -> Any:
-    return hints_of(function).get("return", Any)
 
 
 def _element(kind: Any, containers: set[Any], other: Any = Any) -> Any:

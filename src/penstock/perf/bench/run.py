@@ -141,7 +141,8 @@ class _LoadSender:
         self._open = partial(
             open_loop, endpoint, requests, connections=load.connections, patience_s=patience_s, check=check
         )
-        self._rate = load.rate or _mean_rate(self._times)
+        whole_s = self._times[-1] if self._times else 0.0
+        self._rate = load.rate or ((len(self._times) - 1) / whole_s if whole_s else 1.0)  # of a trace
         self.slice_s = SLICE_S if load.mode == "closed" else max(SLICE_S, min(SLICE_REQUESTS / self._rate, LONGEST_S))
 
     async def test(self) -> None:
@@ -201,11 +202,6 @@ def _arrival_times(load: Load) -> tuple[array[float], bool]:
     if not found:
         raise ConfigError(f"no request arrives at {load.label} within {load.seconds:g} s; raise the rate or the time")
     return found, bool(load.requests) or (trace and len(found) == len(recorded))  # a trace may end before the time
-
-
-def _mean_rate(times_s: Sequence[float]) -> float:
-    """Requests per second of a trace; 1 if unknown."""
-    return (len(times_s) - 1) / times_s[-1] if times_s and times_s[-1] else 1.0
 
 
 def _good_latencies(samples: Samples) -> array[float]:

@@ -380,7 +380,8 @@ class _Profiles:
         key = single_instance(settings)
         if key not in self._known:
             started = time.monotonic()
-            if self._memory_is_short(key):
+            # there may be no room for one more instance next to the server's
+            if self._devices(key)[0].startswith("cuda") or 2 * free_bytes() < self._free_bytes:
                 self._server.close()
             found: InstanceProfile | LoadFailed
             try:
@@ -412,10 +413,6 @@ class _Profiles:
     def config(self, settings: CandidateSettings) -> ModelConfig:
         """The configuration of the model with these settings."""
         return self._model.with_settings(settings)
-
-    def _memory_is_short(self, settings: CandidateSettings) -> bool:
-        """Whether there may be no room for one more instance next to the server's."""
-        return self._devices(settings)[0].startswith("cuda") or 2 * free_bytes() < self._free_bytes
 
     def _request(self, settings: CandidateSettings) -> ProfileRequest:
         largest = max((v for v in self._space.values("batch") if isinstance(v, int)), default=1)

@@ -186,7 +186,7 @@ class BaseHandler(abc.ABC):  # noqa: B024 - subclasses may add abstract methods
             if self.manifest is None:
                 self.manifest = context.manifest
             return self._infer_with_profiler(data=data)[0]
-        if self._is_describe():
+        if self.context and self.context.get_request_header(0, "describe") == "True":
             return [self.describe_handle()]
         if self._is_explain():
             return self.explain_handle(self.preprocess(data), data)
@@ -233,9 +233,6 @@ class BaseHandler(abc.ABC):  # noqa: B024 - subclasses may add abstract methods
             self.explain = True
             return True
         return False
-
-    def _is_describe(self) -> bool:
-        return bool(self.context) and self.context.get_request_header(0, "describe") == "True"
 
     def describe_handle(self) -> Any:
         """The model's customized metadata in the management API; None by default."""

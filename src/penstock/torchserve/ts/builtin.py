@@ -98,7 +98,7 @@ class VisionHandler(BaseHandler, ABC):
         """Loads the model. PIL refuses images of too many pixels, unless limit_max_image_pixels is false."""
         super().initialize(context)
         if not context.system_properties.get("limit_max_image_pixels"):
-            _pil().MAX_IMAGE_PIXELS = None
+            util.require("PIL.Image", "images need Pillow: pip install pillow").MAX_IMAGE_PIXELS = None
 
     @functools.cached_property
     def ig(self) -> Any:
@@ -174,10 +174,6 @@ class ObjectDetector(VisionHandler):
             util.map_class_to_label([[box]], self.mapping, [[label]])[0] | {"score": score}
             for box, label, score in zip(boxes, labels, scores, strict=True)
         ]
-
-
-def _pil() -> Any:
-    return util.require("PIL.Image", "images need Pillow: pip install pillow")
 
 
 # ---- texts
