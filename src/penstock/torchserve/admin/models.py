@@ -4,11 +4,13 @@ A version may have no workers; the engine does not know such a version. Lookups 
 and happen once per request.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from msgspec import Struct, field
 
@@ -28,13 +30,8 @@ from penstock.torchserve.protocol.api import MAX_SHOWN, ApiError, no_worker
 from penstock.torchserve.protocol.codec import WORKFLOW
 from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, Sink
 
-
-class WorkflowRequests(Protocol):
-    """The part of Workflows that takes requests; see there."""
-
-    def submit(self, name: str, item: Item, sink: Sink) -> Ticket: ...
-
-    def ready(self, name: str) -> bool: ...
+if TYPE_CHECKING:
+    from penstock.torchserve.admin.workflows import Workflows
 
 
 class ModelVersion(Struct, eq=False):
@@ -141,7 +138,7 @@ class ModelsBackend:
     `build_components` sets `workflows`.
     """
 
-    workflows: WorkflowRequests
+    workflows: Workflows
 
     def __init__(self, engine: Engine, models: VersionRegistry) -> None:
         self._engine = engine
