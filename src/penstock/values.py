@@ -4,7 +4,7 @@ import math
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
@@ -189,6 +189,17 @@ def found(value: Any) -> str:
 def shorten(text: str, most: int = 60) -> str:
     """At most that many characters of the text; "..." stands for what is left out."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def printable(text: str, instead: str = " ") -> str:
+    """The text on one line, without characters that a terminal obeys or XML cannot hold."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else instead for c in text)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows as lines of text whose cells stand in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def expected(kind: Any) -> str:

@@ -14,6 +14,7 @@ import msgspec
 from penstock.client.endpoint import Endpoint, Unreachable, parse_url, read_token, tls_context
 from penstock.config.targets import errors_end_the_command
 from penstock.errors import ConfigError, PenstockError
+from penstock.values import columns, printable
 
 DEFAULT: Final = "http://127.0.0.1:8082"
 SILENT_S: Final = 10.0  # a server sends something each second
@@ -113,9 +114,8 @@ def report(view: dict[str, Any], url: str) -> str:
     """The verdict, a table of the models, and the last events, as lines of text."""
     verdict = view["verdict"]
     rows = [HEADS, *map(_row, view["models"])]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADS))]
     lines = [f"{url}  {verdict['word'].upper()}: {verdict['text']}", ""]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += columns(rows)
     if more := view["model_count"] - len(view["models"]):
         lines.append(f"... and {more} models with fewer requests")
     lines += [f"{e['model']} {e['version']}: {e['kind']} {e['text']}".rstrip() for e in view["events"]]
@@ -124,14 +124,14 @@ def report(view: dict[str, Any], url: str) -> str:
         lines += ["", f"{found['cause']}, model {found['model']} {found['version']}"]
         lines += [f"  evidence  {found['evidence']} ({found['metric']})", f"  change    {found['change']}"]
         lines += [f"  gain      {gain}"]
-    return "\n".join(map(_printable, lines))
+    return "\n".join(printable(line, "?") for line in lines)
 
 
 def _row(model: dict[str, Any]) -> tuple[str, ...]:
     now = model["now"]
     return (
-        _printable(model["name"]),
-        _printable(model["version"]),
+        printable(model["name"], "?"),
+        printable(model["version"], "?"),
         model["state"],
         f"{model['up']}/{model['instances']}",
         f"{now['requests']:.0f}",
@@ -145,11 +145,6 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
         f"{now['failed'] + now['rejected']:.1f}",
         f"{model['memory_bytes'] / 2**20:.0f} MiB",
     )
-
-
-def _printable(name: str) -> str:
-    """A name without characters that a terminal obeys."""
-    return "".join(c if c.isprintable() else "?" for c in name)
 
 
 def _seconds(seconds: float) -> str:

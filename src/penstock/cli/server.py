@@ -45,6 +45,7 @@ from penstock.serving.triton.calls import TritonExtensions, triton_routes
 from penstock.serving.triton.metrics import TritonMetrics
 from penstock.serving.triton.statistics import ModelStatistics
 from penstock.types import ModelStatus, TensorSpec
+from penstock.values import columns
 
 if TYPE_CHECKING:
     from penstock.serving.grpc.listener import GrpcListener
@@ -401,12 +402,9 @@ def banner(urls: dict[str, str], models: Sequence[ModelStatus], example: str) ->
         rows.append(
             (m.name, m.version, str(m.instances), str(m.model_batch_size or m.max_batch_size), devices, m.state)
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [f"penstock {__version__}"]
     lines += [f"  {name:<10} {url}" for name, url in urls.items()]
-    lines += [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    lines += [f"  {line}" for line in columns(rows)]
     if len(models) > _MAX_ROWS:
         lines.append(f"  ... and {len(models) - _MAX_ROWS} more: GET {urls['management']}/models")
     lines.append(f"  {example}")

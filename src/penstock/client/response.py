@@ -16,6 +16,7 @@ from msgspec import Struct
 from penstock import errors
 from penstock.client.endpoint import ConnectionLost, MalformedResponse, ResponseTooLarge
 from penstock.serving.protocols.bodies import BLANKS, ERROR_CODE
+from penstock.values import printable
 
 HEAD_BYTES: Final = 64 * 1024  # the limit that servers apply to a request head
 # Minimal chunked encoding takes 6 bytes for one byte of body; more than this is endless framing.
@@ -303,8 +304,7 @@ def read_error(body: bytes) -> tuple[str, str]:
 
 def one_line(text: str) -> str:
     """The beginning of a text, as a line that a log can hold."""
-    line = "".join(c if c.isprintable() else " " for c in text[:LINE_BYTES])
-    return " ".join(line.split()) or "(no text)"
+    return " ".join(printable(text[:LINE_BYTES]).split()) or "(no text)"
 
 
 def retry_after_s(value: str) -> float | None:

@@ -30,7 +30,7 @@ from penstock.pipeline.ops.catalog import canonical, find, names
 from penstock.pipeline.traversal import Hop
 from penstock.serving.observe.text import samples
 from penstock.types import TensorSpec
-from penstock.values import expected, found, shorten
+from penstock.values import columns, expected, found, shorten
 
 _HEAD = ("node", "ops", "instances", "batch", "wait", "device")
 _LONGEST, _WIDTH = 60, 76
@@ -83,9 +83,8 @@ def _batch(node: Node) -> str:
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return ["", lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+    head, *lines = columns([*rows, tuple("-" * max(map(len, column)) for column in zip(*rows, strict=True))])
+    return ["", head, lines.pop(), *lines]
 
 
 def _edges(graph: Graph) -> Iterator[str]:

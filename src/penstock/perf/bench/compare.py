@@ -12,6 +12,7 @@ from msgspec import Struct, field, structs
 from penstock.perf.bench.document import UNKNOWN, number, percent, seconds
 from penstock.perf.bench.measurement import Figure, Load, LoadPoint, Measurement, group_by_load, p99, throughput
 from penstock.perf.bench.results import MACHINE, Origin
+from penstock.values import printable
 
 # ---- statistics: no seed, no clock. The unit is the repeat, because the requests of one run are not independent
 
@@ -336,9 +337,9 @@ def junit_xml(comparison: Comparison, decision: GateDecision) -> bytes:
     counts = {"failure": 0, "error": 0, "skipped": 0}
 
     def case(load: str, name: str, kind: str = "", message: str = "") -> None:
-        found = ElementTree.SubElement(suite, "testcase", classname=_printable(load), name=name)
+        found = ElementTree.SubElement(suite, "testcase", classname=printable(load), name=name)
         if kind:
-            ElementTree.SubElement(found, kind, message=_printable(message))
+            ElementTree.SubElement(found, kind, message=printable(message))
             counts[kind] += 1
 
     kinds = {"worse": "failure" if decision.code == REGRESSION else "skipped", "n/a": "skipped"}
@@ -354,8 +355,3 @@ def junit_xml(comparison: Comparison, decision: GateDecision) -> bytes:
     suite.set("tests", str(len(suite)))
     found: bytes = ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
     return found
-
-
-def _printable(text: str) -> str:
-    """The text without control characters, which XML cannot represent."""
-    return "".join(c if c.isprintable() else " " for c in text)

@@ -19,6 +19,7 @@ from penstock.serving.observe.text import Page
 from penstock.torchserve.metrics.families import BOUNDS, MetricDefinition, MetricsConfig, filter_page
 from penstock.torchserve.metrics.system import SystemMetric
 from penstock.types import MetricDelta
+from penstock.values import printable
 
 log = logging.getLogger("penstock.torchserve")
 SERVER_LOG: Final = logging.getLogger("TS_METRICS")
@@ -254,8 +255,8 @@ class _MetricsWriter:
             self._table.change(definition, labels, found, owner)
             if mode == "log" or (mode == "legacy" and name not in _NOT_IN_LEGACY_FILES):
                 value = round(float(sum(found) if definition.kind == "counter" else found[-1]), _DIGITS)
-                head = _one_line(f"{name}.{definition.unit}:")
-                tail = _one_line(f"|#{_joined(labels[:-1])}|#hostname:{self._host},timestamp:{at}")
+                head = printable(f"{name}.{definition.unit}:")
+                tail = printable(f"|#{_joined(labels[:-1])}|#hostname:{self._host},timestamp:{at}")
                 lines.append(f"{head}{value}{tail}")
                 if CONSOLE_LOG.isEnabledFor(logging.INFO):
                     _print_values(name, head, found, tail)
@@ -276,7 +277,7 @@ class _MetricsWriter:
                     continue
                 self._table.change(series.definition, series.labels, (d.value,), batch.owner)
                 line = f"{series.head}{d.value}{series.tail}{d.request_id or 'null'},timestamp:{batch.at}"
-                lines.append(_one_line(line))
+                lines.append(printable(line))
                 own.append(lines[-1])
         if self._options.mode != "prometheus":
             _log_lines(MODEL_LOG, lines)
@@ -328,7 +329,3 @@ def _print_values(name: str, head: str, values: Sequence[float], tail: str) -> N
 
 def _joined(labels: Labels) -> str:
     return ",".join([f"{name}:{value}" for name, value in labels])
-
-
-def _one_line(text: str) -> str:
-    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
