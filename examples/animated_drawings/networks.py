@@ -21,7 +21,7 @@ def load_network(name: str, weights: str = "") -> nn.Module:
 
     Raises LoadFailed if a library or the file is missing.
     """
-    from penstock.runtimes.torch import load_weights
+    from penstock.runtimes.torch_files import load_weights
 
     if name == SMALL:
         return load_weights(FigureNet(), weights or str(WEIGHTS))

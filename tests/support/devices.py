@@ -6,7 +6,8 @@ from typing import Any
 
 from penstock.core.worker.tensor_model import Input, ProgramSettings, TensorModel
 from penstock.runtimes.device import DeviceProgram
-from penstock.runtimes.torch import TorchProgram, import_torch
+from penstock.runtimes.torch import TorchProgram
+from penstock.runtimes.torch_files import import_torch
 from penstock.types import TensorSpec
 from support.simulated_device import SimulatedDevice
 

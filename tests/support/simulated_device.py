@@ -15,7 +15,7 @@ import numpy as np
 from penstock.core.worker.tensor_model import Array, Arrays
 from penstock.runtimes.device import Kernels
 from penstock.runtimes.graphs import Replay, Tensors
-from penstock.runtimes.torch import import_torch
+from penstock.runtimes.torch_files import import_torch
 
 Queue = Literal["in", "kernels", "out"]
 _POISON: Final = 0xA5  # in results that are read too early, and in new memory

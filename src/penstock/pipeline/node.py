@@ -31,7 +31,7 @@ from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import DATA, RESULT, BatchOp, Fields, ItemOp, Op, make_op
 from penstock.pipeline.runtimes import cores
 from penstock.runtimes.onnx import CUDA, TENSORRT, import_onnxruntime
-from penstock.runtimes.torch import import_torch
+from penstock.runtimes.torch_files import import_torch
 from penstock.types import TensorSpec
 
 log = logging.getLogger("penstock.pipeline")

@@ -21,7 +21,7 @@ from penstock.core.arrays import plain_array
 from penstock.errors import BadRequest, LoadFailed, out_of_memory
 from penstock.platforms import read_sagemaker
 from penstock.plugins import load_object
-from penstock.runtimes.torch import import_torch, load_module
+from penstock.runtimes.torch_files import import_torch, load_module
 from penstock.serving.protocols.oip_binary import read_npy, read_npy_head
 from penstock.torchserve.handlers.entry import LIBRARY
 from penstock.torchserve.protocol.api import error_body

@@ -11,7 +11,7 @@ import numpy as np
 from penstock.core.worker.tensor_model import Array, Arrays
 from penstock.runtimes.device import Kernels
 from penstock.runtimes.graphs import Replay, Tensors
-from penstock.runtimes.torch import import_torch
+from penstock.runtimes.torch_files import import_torch
 
 COLD_RUNS: Final = 3  # as in PyTorch's documentation: libraries load, measure and allocate in the first ones
 _capturing = threading.Lock()  # a process can capture one graph at a time

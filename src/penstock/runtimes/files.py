@@ -101,12 +101,12 @@ def _open_torch(path: str, settings: ProgramSettings) -> Program:
 
 
 def _open_module(target: Any, weights: str | None, settings: ProgramSettings) -> Program:
-    from penstock.runtimes import torch
+    from penstock.runtimes import torch, torch_files
 
-    torch.import_torch().set_num_threads(settings.threads)
+    torch_files.import_torch().set_num_threads(settings.threads)
     if weights is None:
-        module = torch.instance_of(target)
+        module = torch_files.instance_of(target)
     else:
         refuse_pointer(weights)
-        module = torch.load_weights(target, weights, settings.device, trust=settings.trust)
+        module = torch_files.load_weights(target, weights, settings.device, trust=settings.trust)
     return torch.of_module(module, settings, own=module is not target)

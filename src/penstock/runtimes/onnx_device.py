@@ -16,7 +16,8 @@ from penstock.runtimes.device import Device, DeviceModel, DeviceProgram
 from penstock.runtimes.graphs import Tensors
 from penstock.runtimes.onnx import OnnxProgram, import_onnxruntime, lacked_memory
 from penstock.runtimes.pixels import ImageProgram, images_of
-from penstock.runtimes.torch import import_torch, normaliser
+from penstock.runtimes.torch import normaliser
+from penstock.runtimes.torch_files import import_torch
 from penstock.types import DTYPES
 
 

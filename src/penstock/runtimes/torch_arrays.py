@@ -11,7 +11,8 @@ from typing import Any
 from penstock.core.worker.array_model import by_name
 from penstock.core.worker.tensor_model import Input, Program
 from penstock.errors import BadOutput, LoadFailed
-from penstock.runtimes.torch import TorchProgram, import_torch, on_device
+from penstock.runtimes.torch import TorchProgram, on_device
+from penstock.runtimes.torch_files import import_torch
 from penstock.types import DATATYPES, TensorSpec
 
 _REFUSED = ("BYTES", "FP16", "BF16")  # of outputs: half precision is answered as FP32

@@ -14,7 +14,7 @@ from penstock.pipeline.model_op import ModelOp
 from penstock.pipeline.ops.base import DATA, Array, Fields, ItemOp, as_mat, as_tensor, found
 from penstock.pipeline.ops.catalog import BUILTIN
 from penstock.plugins import load_object
-from penstock.runtimes.torch import import_torch
+from penstock.runtimes.torch_files import import_torch
 from penstock.torchpipe.boundary import to_array, to_tensor
 from penstock.values import convert
 

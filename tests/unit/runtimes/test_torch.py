@@ -1,14 +1,8 @@
-"""PyTorch files and modules: kinds, refused files, precision and optimization, and programs over arrays."""
+"""PyTorch modules: precision and optimization, and programs over arrays."""
 
 from __future__ import annotations
 
-import io
-import pickle
-import shutil
-import sys
 import warnings
-import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +13,7 @@ from penstock.core.worker.spec import WorkerSpec
 from penstock.core.worker.tensor_model import ANY_ROWS, Input, ProgramSettings
 from penstock.errors import BadOutput, ConfigError, LoadFailed
 from penstock.runtimes import torch as loaders
+from penstock.runtimes import torch_files
 from penstock.runtimes.torch import of_exported, of_module
 from penstock.types import Item, TensorSpec
 from penstock.values import tensor_specs
@@ -33,128 +28,6 @@ def near(found, expected, tolerance=1e-6):
     return np.allclose(found.float().detach().numpy(), expected, atol=tolerance)
 
 
-@pytest.fixture
-def net(model_files):
-    namespace = {"__name__": "net_of_a_test"}
-    exec((model_files / "net.py").read_text(), namespace)
-    return namespace["Net"]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("net.ts", "script"), ("net.pt", "script"), ("net.pt2", "exported"), ("weights.pt", "pickled")],
-)
-def test_the_content_of_a_file_decides_its_kind(model_files, tmp_path, name, kind):
-    shutil.copy(model_files / name, tmp_path / "renamed.bin")
-    assert loaders.kind_of(str(tmp_path / "renamed.bin")) == kind
-
-
-@pytest.mark.parametrize("made", [False, True], ids=["class", "instance"])
-def test_weights_are_loaded_into_a_class_or_an_instance(model_files, net, made):
-    module = loaders.load_weights(net() if made else net, str(model_files / "weights.pt"))
-    assert near(module(torch.tensor(X)), scores(X))
-    assert not module.training
-
-
-def test_weights_are_loaded_from_safetensors(model_files, net, tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    file = str(tmp_path / "weights.safetensors")
-    safetensors.save_file(torch.load(model_files / "weights.pt"), file)
-    assert near(loaders.load_weights(net, file)(torch.tensor(X)), scores(X))
-    (tmp_path / "bad.safetensors").write_bytes(b"{}")
-    with pytest.raises(LoadFailed, match="damaged"):
-        loaders.load_weights(net, str(tmp_path / "bad.safetensors"))
-
-
-def test_a_pickle_that_runs_code_is_refused_unless_it_is_trusted(model_files, tmp_path):
-    with pytest.raises(LoadFailed, match=r'may run any code: save the state dict .* trust = "pickle"'):
-        loaders.load_module(str(model_files / "whole.pt"))
-    assert loaders.load_module(str(model_files / "whole.pt"), trust="pickle")(torch.zeros(1, 4)).shape == (1, 3)
-    evil = tmp_path / "evil.pt"
-    with evil.open("wb") as file:
-        pickle.dump(Evil(str(tmp_path / "ran")), file)
-    for load in (loaders.load_module, loaders.load_pickled):
-        with pytest.raises(LoadFailed):
-            load(str(evil))
-    assert not (tmp_path / "ran").exists()
-
-
-class Evil:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (Path.touch, (Path(self.path),))
-
-
-def test_weights_of_another_module_are_named(model_files):
-    with pytest.raises(LoadFailed, match=r"do not fit Linear: .*Missing key\(s\) in state_dict: \"weight\""):
-        loaders.load_weights(torch.nn.Linear(4, 3), str(model_files / "weights.pt"))
-    with pytest.raises(LoadFailed, match="Linear cannot be instantiated without arguments"):
-        loaders.load_weights(torch.nn.Linear, str(model_files / "weights.pt"))
-
-
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
-@pytest.mark.parametrize("key", [None, "state_dict", "model_state_dict", "model"])
-def test_weights_are_found_under_the_prefixes_and_keys_that_training_adds(tmp_path, prefix, key):
-    plain = torch.nn.Linear(4, 3).state_dict()
-    state = {f"{prefix}{name}": value for name, value in plain.items()}
-    torch.save(state if key is None else {"epoch": 3, key: state}, tmp_path / "checkpoint.pt")
-    found = loaders.load_weights(torch.nn.Linear(4, 3), str(tmp_path / "checkpoint.pt"))
-    assert torch.equal(found.weight, plain["weight"])
-
-
-def test_a_module_that_has_such_a_name_itself_keeps_it(tmp_path):
-    class Wrapped(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module, self.model = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-
-    plain = Wrapped().state_dict()
-    torch.save(plain, tmp_path / "weights.pt")
-    assert torch.equal(
-        loaders.load_weights(Wrapped, str(tmp_path / "weights.pt")).module.weight, plain["module.weight"]
-    )
-
-
-def test_a_file_without_a_state_dict_is_refused(tmp_path):
-    torch.save(torch.zeros(3), tmp_path / "tensor.pt")
-    with pytest.raises(LoadFailed, match="holds a Tensor, expected a state dict"):
-        loaders.load_weights(torch.nn.Linear(4, 3), str(tmp_path / "tensor.pt"))
-    with pytest.raises(LoadFailed, match="holds a Tensor, not a program"):
-        loaders.load_module(str(tmp_path / "tensor.pt"))
-    torch.save(torch.nn.Linear(4, 3).state_dict(), tmp_path / "state.pt")
-    with pytest.raises(LoadFailed, match=r"holds a state dict, not a program: .* target = 'net.py:Net' with weights"):
-        loaders.load_module(str(tmp_path / "state.pt"))
-
-
-@pytest.mark.parametrize("name", ["net.ts", "net.pt2", "weights.pt"])
-@pytest.mark.parametrize("damage", ["cut", "flipped", "garbage", "empty", "another archive", "missing"])
-def test_a_file_that_cannot_be_read_is_named(model_files, tmp_path, name, damage):
-    data, other = (model_files / name).read_bytes(), io.BytesIO()
-    with zipfile.ZipFile(other, "w") as archive:
-        archive.writestr("readme", "hello")
-    bad = {
-        "cut": data[: len(data) // 2],
-        "flipped": data[:100] + bytes(b ^ 0xFF for b in data[100:-400]) + data[-400:],
-        "garbage": b"this is no model",
-        "empty": b"",
-        "another archive": other.getvalue(),
-    }
-    file = tmp_path / name
-    if damage in bad:
-        file.write_bytes(bad[damage])
-    for load in (loaders.load_module, loaders.load_pickled):
-        with pytest.raises(LoadFailed, match=str(file)):
-            load(str(file))
-
-
-def test_without_pytorch_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(LoadFailed, match=r"pip install 'torch"):
-        loaders.import_torch()
-
-
 # ---- precision and optimisation
 
 
@@ -167,7 +40,7 @@ def test_modules_run_in_each_precision(model_files, name, optimize, precision, t
         state = torch.load(model_files / "weights.pt")
         module.load_state_dict({k.replace("linear.", "0."): v for k, v in state.items()})
     else:
-        module = loaders.load_module(str(model_files / name))
+        module = torch_files.load_module(str(model_files / name))
     ready = loaders.prepare(module, precision=precision, optimize=optimize)
     dtype = loaders.dtype_of(precision)
     with torch.inference_mode():
@@ -189,7 +62,7 @@ def test_compile_takes_any_batch_size(monkeypatch, model_files):
     asked = []
     monkeypatch.setattr(torch, "compile", lambda module, **options: asked.append(options) or module)
     loaders.prepare(torch.nn.Linear(4, 3), optimize="compile")
-    loaders.prepare(loaders.load_module(str(model_files / "net.pt2")), optimize="compile")
+    loaders.prepare(torch_files.load_module(str(model_files / "net.pt2")), optimize="compile")
     assert asked == [{"dynamic": True}] * 2
 
 
@@ -259,13 +132,13 @@ def test_every_size_is_compiled_at_the_load_and_none_later(monkeypatch):
 )
 def test_settings_that_a_kind_does_not_support_are_refused(model_files, name, keys, error):
     with pytest.raises(ConfigError, match=error):
-        loaders.prepare(loaders.load_module(str(model_files / name)), **keys)
+        loaders.prepare(torch_files.load_module(str(model_files / name)), **keys)
 
 
 def test_torchscript_is_loaded_without_a_warning_of_its_age(model_files):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        module = loaders.load_module(str(model_files / "net.ts"))
+        module = torch_files.load_module(str(model_files / "net.ts"))
         loaders.prepare(module, optimize="optimize_for_inference")
 
 
@@ -283,7 +156,7 @@ def exported(forward, *arguments, shapes=None, **named):
 
 
 def test_torchscript_has_the_inputs_of_its_schema_also_by_position(model_files):
-    program = of_module(loaders.load_module(str(model_files / "net.ts")), PLAIN)
+    program = of_module(torch_files.load_module(str(model_files / "net.ts")), PLAIN)
     assert program.inputs == (Input("x", alias="INPUT__0"),)
     assert program.platform == "pytorch_torchscript"
     found = program.run({"x": X})
@@ -349,7 +222,7 @@ def test_a_read_only_array_is_copied():
 
 
 def test_an_exported_program_declares_its_inputs_and_outputs(model_files):
-    program = of_exported(loaders.load_exported(str(model_files / "net.pt2")), PLAIN)
+    program = of_exported(torch_files.load_exported(str(model_files / "net.pt2")), PLAIN)
     assert program.inputs == (Input("x", "FP32", (-1, 4)),)
     assert [(o.datatype, o.shape) for o in program.outputs] == [("FP32", (-1, 3))]
     assert (program.rows, program.platform) == ((1, 512), "pytorch_exported")
@@ -407,7 +280,7 @@ def test_an_exported_program_without_rows_of_tensors_is_refused(forward, argumen
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["net.ts", "net.pt2"])
 def test_programs_run_on_the_gpu(model_files, name):
-    module = loaders.prepare(loaders.load_module(str(model_files / name), "cuda:0"), "cuda:0")
+    module = loaders.prepare(torch_files.load_module(str(model_files / name), "cuda:0"), "cuda:0")
     assert near(module(torch.tensor(X, device="cuda:0")).cpu(), scores(X), 1e-4)
 
 

@@ -17,7 +17,7 @@ from penstock.images import JPEG, MAX_PIXELS, RGB, WHITE, Color, Decoder, decode
 from penstock.pipeline.ops.base import Array, Fields, ItemOp, found
 from penstock.pipeline.ops.geometry import sized
 from penstock.pipeline.ops.mat import DataFormat, cv2, tensor_of
-from penstock.runtimes.torch import import_torch
+from penstock.runtimes.torch_files import import_torch
 
 log = logging.getLogger("penstock.pipeline")
 

@@ -12,7 +12,7 @@ from penstock.errors import BadRequest
 from penstock.pipeline.ops.base import BOX, Array, Fields, TensorOp, as_tensor, found, is_torch
 from penstock.pipeline.ops.geometry import ResizeMat, ResizePadMat, cropped, pillow_sized, sized
 from penstock.pipeline.ops.mat import channels_first, image_of, interleaved, planes
-from penstock.runtimes.torch import import_torch
+from penstock.runtimes.torch_files import import_torch
 
 
 class CvtColorTensor(TensorOp):

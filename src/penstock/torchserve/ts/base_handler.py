@@ -96,7 +96,7 @@ class BaseHandler(abc.ABC):  # noqa: B024 - subclasses may add abstract methods
 
     def _load_torchscript_model(self, model_pt_path: Any) -> Any:
         """The TorchScript module in a file. Raises LoadFailed."""
-        from penstock.runtimes import torch as torch_files
+        from penstock.runtimes import torch_files
 
         return torch_files.load_script(model_pt_path, str(self.device))
 
@@ -105,7 +105,7 @@ class BaseHandler(abc.ABC):  # noqa: B024 - subclasses may add abstract methods
 
         Raises RuntimeError if the file is missing, ValueError for another number of classes, LoadFailed.
         """
-        from penstock.runtimes import torch as torch_files
+        from penstock.runtimes import torch_files
 
         if not os.path.isfile(os.path.join(model_dir, model_file)):
             raise RuntimeError("Missing the model.py file")
@@ -130,7 +130,7 @@ class BaseHandler(abc.ABC):  # noqa: B024 - subclasses may add abstract methods
         """
         import torch
 
-        from penstock.runtimes import torch as torch_files
+        from penstock.runtimes import torch_files
 
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # the loaders take no device
@@ -284,9 +284,9 @@ def optimize_model(model: Any, device: Any, config: dict[str, Any]) -> Any:
     """The model with `precision`, `optimize` and `pt2` of model-config.yaml applied; uncompiled if compiling fails."""
     precision, optimize = config.get("precision", "fp32"), config.get("optimize", "none")
     if (precision, optimize) != ("fp32", "none"):
-        from penstock.runtimes import torch as torch_files
+        from penstock.runtimes.torch import prepare
 
-        model = torch_files.prepare(model, str(device), precision=precision, optimize=optimize)
+        model = prepare(model, str(device), precision=precision, optimize=optimize)
     options = compile_options(config.get("pt2"))
     if options is None:
         return model
@@ -328,9 +328,9 @@ def to_device(data: Any, device: Any, config: dict[str, Any]) -> Any:
     precision = config.get("precision", "fp32")
     if precision == "fp32" or not data.is_floating_point():
         return data
-    from penstock.runtimes import torch as torch_files
+    from penstock.runtimes.torch import dtype_of
 
-    return data.to(torch_files.dtype_of(precision))
+    return data.to(dtype_of(precision))
 
 
 def call_model(model: Any, data: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 
 from penstock.errors import describe
 from penstock.images import flat, opened
-from penstock.runtimes import torch as torch_files
+from penstock.runtimes import torch_files
 from penstock.torchserve.ts import util
 from penstock.torchserve.ts.base_handler import BaseHandler, captum, target_class
 
