@@ -117,11 +117,15 @@ class PlannedRequest(Struct, eq=False):
 class ColumnCodec(Protocol):
     """A codec that decodes and encodes in columns."""
 
-    def recognize(self, item: Any) -> PlannedRequest | None:
-        """The request if its plan is known. It is also the context for `encode`, with a value that is `TensorRows`."""
+    def recognize(self, items: Sequence[Any]) -> Sequence[PlannedRequest | None]:
+        """The requests; None for one whose plan is not known. A request is also the context for `encode`, with a value
+        that is `TensorRows`."""
 
     def learn(self, item: Any, value: Any, context: Any, check: Callable[[Any], TensorRequest]) -> None:
         """Remembers the plan of a request that `decode` read as this value and context, if `check` takes the value."""
+
+    def encode_all(self, values: Sequence[Any], items: Sequence[Any], requests: Sequence[PlannedRequest]) -> list[Any]:
+        """As of `encode`, for recognized requests. Any exception: one of the values is irregular."""
 
 
 class PlanMemory(dict[Any, Any]):

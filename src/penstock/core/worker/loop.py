@@ -6,7 +6,7 @@ import inspect
 import logging
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -183,13 +183,14 @@ class BatchRunner:
         if not self.model.in_columns:
             return values, contexts
         stacks: dict[Stack, list[int]] = {}
-        codec, recognize = "", None
-        for i, item in enumerate(items):
-            if item.codec != codec and (codec := item.codec) != "object":
-                recognize = getattr(self.codecs.get(codec), "recognize", None)
-            if codec != "object" and recognize is not None and (found := recognize(item)) is not None:
-                contexts[i] = found
-                stacks.setdefault(found.plan.stack, []).append(i)
+        for codec, places in _places(items).items():
+            recognize = None if codec == "object" else getattr(self.codecs.get(codec), "recognize", None)
+            if recognize is None:
+                continue
+            for i, found in zip(places, recognize([items[i] for i in places]), strict=True):
+                if found is not None:
+                    contexts[i] = found
+                    stacks.setdefault(found.plan.stack, []).append(i)
         for stack, places in stacks.items():
             requests = [contexts[i] for i in places]
             rows = sum([request.rows for request in requests])
@@ -252,14 +253,16 @@ class BatchRunner:
         found, error = self._called(predict, decoded.values)
         predicted = time.perf_counter()
         if error is None:
-            encode, codec = None, ""
-            results: list[ItemResult | None] = []
+            items = decoded.items
             try:
-                for item, value, context in zip(decoded.items, found, decoded.contexts, strict=True):
-                    if encode is None or item.codec != codec:
-                        codec, encode = item.codec, self.codecs.get(item.codec).encode
-                    results.append(encode(value, item, context))
-                return BatchPart(batch_id, results), predicted
+                results: list[ItemResult | None] = [None] * len(found)
+                for name, places in _places(items).items():
+                    codec: Any = self.codecs.get(name)
+                    batch = [[each[i] for i in places] for each in (found, items, decoded.contexts)]
+                    for i, result in zip(places, codec.encode_all(*batch), strict=True):
+                        results[i] = result
+                if len(found) == len(items):
+                    return BatchPart(batch_id, results), predicted
             except Exception:
                 pass  # encoded one by one, which finds the irregular one
         return self._taken_over(batch_id, decoded, emit, found, error), predicted
@@ -490,6 +493,14 @@ def _objects(items: list[Item]) -> list[Any] | None:
         else:
             values += value
     return values
+
+
+def _places(items: list[Item]) -> dict[str, Sequence[int]]:
+    """The places of the items of each codec."""
+    codecs = {item.codec for item in items}
+    if len(codecs) == 1:
+        return {codecs.pop(): range(len(items))}
+    return {codec: [i for i, item in enumerate(items) if item.codec == codec] for codec in codecs}
 
 
 def _are_plain(results: list[Any]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
@@ -29,7 +30,7 @@ from penstock.core.contracts import Codec
 from penstock.core.wire.regions import read_region
 from penstock.errors import BadOutput, PenstockError
 from penstock.serving.protocols.oip_tensors import from_bytes, output_array, to_bytes
-from penstock.types import DATATYPES, DTYPES, SIZES, Item
+from penstock.types import DATATYPES, DTYPES, SIZES, Item, ItemResult
 
 if TYPE_CHECKING:
     import numpy as np
@@ -139,8 +140,11 @@ def _numbers(datatype: str, texts: Sequence[Any], lengths: list[int]) -> np.ndar
     lists = _DECODERS[dtype.kind].decode(b"[[" + b"],[".join(texts) + b"]]")
     if list(map(len, lists)) != lengths:
         raise ValueError
-    wide: Any = {"b": np.bool_, "f": np.float64}.get(dtype.kind, np.int64)
-    found: np.ndarray[Any, Any] = np.fromiter(chain.from_iterable(lists), wide, sum(lengths))
+    wide = {"b": "?", "f": "d"}.get(dtype.kind, "q")
+    found: np.ndarray[Any, Any] = np.empty(sum(lengths), wide)
+    struct.pack_into(
+        f"{len(found)}{wide}", found.data, 0, *chain.from_iterable(lists)
+    )  # a third of the time of numpy's own
     if not found.size:
         raise ValueError
     if dtype.kind == "f":
@@ -277,13 +281,22 @@ class Planning(Codec):
             return None
         return [data[at + o + start * n // rows : at + o + stop * n // rows] for o, n in plan.sizes], stop - start
 
-    def recognize(self, item: Item) -> PlannedRequest | None:
+    def recognize(self, items: Sequence[Item]) -> list[PlannedRequest | None]:
         """See `ColumnCodec`."""
-        found = self.cut(item)
+        return [self.request_of(item, self.cut(item)) for item in items]
+
+    def request_of(self, item: Item, found: tuple[bytes, str | None, Any] | None) -> PlannedRequest | None:
+        """The request if its plan is known; `found`: what `cut` found."""
         if found is None or (plan := self.plans.get(found[0])) is None:
             return None
         parts = self.parts_of(plan, found[2], item)
         return None if parts is None else PlannedRequest(plan, parts[0], parts[1], found[1])
+
+    def encode_all(
+        self, values: Sequence[Any], items: Sequence[Item], requests: Sequence[PlannedRequest]
+    ) -> list[ItemResult]:
+        """See `ColumnCodec`."""
+        return list(map(self.encode, values, items, requests))
 
     def learn(self, item: Item, value: Any, context: Any, check: Callable[[Any], TensorRequest]) -> None:
         """See `ColumnCodec`."""
@@ -323,6 +336,27 @@ class JsonLists(Planning):
             return None
         return RequestPlan(JsonStack(columns), request.rows, request.single, request.named, sizes)
 
+    def recognize(self, items: Sequence[Item]) -> list[PlannedRequest | None]:
+        """See `ColumnCodec`. Of a body with the text of the last one around its only list, just that list is cut."""
+        found: list[PlannedRequest | None] = []
+        last, kind, before, after = None, "", b"", b""
+        for item in items:
+            body = item.payload
+            if last is not None and item.stop < 0 and item.content_type == kind and type(body) is bytes:
+                text = body[len(before) : len(body) - len(after)]
+                if body.startswith(before) and body.endswith(after) and b"[" not in text:
+                    found.append(PlannedRequest(last.plan, (text,), last.rows))
+                    continue
+            cut = self.cut(item)
+            last = self.request_of(item, cut)
+            found.append(last)
+            if last is not None and cut is not None:
+                before, _, after = cut[0].partition(b"[]")
+                before, after, kind = before + b"[", b"]" + after, item.content_type
+                if len(last.parts) != 1 or before + last.parts[0] + after != body:  # or its id was cut
+                    last = None
+        return found
+
     def parts_of(self, plan: RequestPlan, values: Any, item: Item) -> tuple[Sequence[Any], int] | None:
         """(the text of each input: its lists, joined; the number of rows)."""
         if len(plan.sizes) == len(values):
@@ -353,11 +387,16 @@ class OutputColumn(Struct):
         return self.data[start * self.row_bytes : (start + rows) * self.row_bytes]
 
 
+Respond = Callable[[TensorRows, str | None, Item], ItemResult]
+"""Makes a response with a range of rows of a block and an id."""
+
+
 class OutputForm(Struct):
-    """What a codec makes of a block: its columns, None if it is encoded row by row, and heads of responses."""
+    """What a codec makes of a block: its columns, None if it is encoded row by row, and the functions that make
+    responses of each shape."""
 
     columns: list[OutputColumn] | None
-    heads: dict[Any, Any] = {}
+    respond: dict[Any, Respond] = {}
 
 
 def output_column(name: str, value: Any, declared: str | None, rows: int, binary: bool) -> OutputColumn | None:

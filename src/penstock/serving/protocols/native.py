@@ -1,9 +1,10 @@
 """The native protocol: the content type selects the input type of `predict`, the result type the response type."""
 
 import re
+from collections.abc import Sequence
 from typing import Any, Final
 
-from penstock.core.columns import PlanMemory, TensorRows
+from penstock.core.columns import Block, PlanMemory, PlannedRequest, TensorRows
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import (
     JSON,
@@ -18,7 +19,7 @@ from penstock.serving.protocols.bodies import (
     part_value,
     split_type,
 )
-from penstock.serving.protocols.columns import JsonLists, cut_lists, nested_json, output_column
+from penstock.serving.protocols.columns import JsonLists, OutputColumn, cut_lists, nested_json, output_column
 from penstock.serving.protocols.route import Template
 from penstock.types import Item, ItemResult, ModelMetadata, Response, plain_result
 
@@ -49,6 +50,16 @@ def encode_response(response: Response) -> ItemResult:
         status=response.status,
         headers=[(str(name), str(value)) for name, value in response.headers.items()] or None,
     )
+
+
+def _columns(block: Block) -> list[OutputColumn] | None:
+    """The outputs of a block as JSON; None for one that is encoded row by row."""
+    if NativeCodec not in block.forms:
+        found = [output_column(name, a, None, block.rows, binary=False) for name, a in block.arrays.items()]
+        flat = all(column is not None and len(column.tail) < 2 for column in found)
+        block.forms[NativeCodec] = found if flat else None
+    columns: list[OutputColumn] | None = block.forms[NativeCodec]
+    return columns
 
 
 class NativeCodec(JsonLists):
@@ -110,12 +121,7 @@ class NativeCodec(JsonLists):
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """bytes -> octet-stream, str -> text, Response -> its own content type, any other type -> JSON."""
         if type(value) is TensorRows:
-            block = value.block
-            if NativeCodec not in block.forms:
-                found = [output_column(name, a, None, block.rows, binary=False) for name, a in block.arrays.items()]
-                flat = all(column is not None and len(column.tail) < 2 for column in found)
-                block.forms[NativeCodec] = found if flat else None
-            if (columns := block.forms[NativeCodec]) is not None:
+            if (columns := _columns(value.block)) is not None:
                 return ItemResult(body=nested_json(columns, value), content_type=JSON)
             value = value.plain()
         value = plain_result(value)
@@ -130,6 +136,18 @@ class NativeCodec(JsonLists):
         if value is None:
             raise BadOutput("the model returned None for this item; return a value, or an exception to fail the item")
         return ItemResult(body=encode_json(value), content_type=JSON)
+
+    def encode_all(
+        self, values: Sequence[Any], items: Sequence[Item], requests: Sequence[PlannedRequest]
+    ) -> list[ItemResult]:
+        """See `ColumnCodec`. A vector without a name needs only its brackets."""
+        block = values[0].block
+        columns = _columns(block)
+        if columns and len(columns) == 1 and columns[0].tail:
+            texts = columns[0].texts
+            if all([v.block is block and v.single and not v.named for v in values]):
+                return [ItemResult(b"[%b]" % texts[v.start], JSON) for v in values]
+        return super().encode_all(values, items, requests)
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
         """One response from the parts of a split request: concatenated JSON lists, text or bytes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +27,7 @@ from penstock.serving.protocols.columns import (
     OutputColumn,
     OutputForm,
     Planning,
+    Respond,
     SharedStack,
     columns_of,
     cut_id,
@@ -211,25 +213,60 @@ class OipCodec(Planning):
         context = structs.replace(context, id=None)
         return context, msgspec.json.encode(context)
 
-    def _encode_rows(self, found: TensorRows, item: Item, request: PlannedRequest) -> ItemResult:
-        """The response with a range of rows of a block."""
+    def encode_all(
+        self, values: Sequence[Any], items: Sequence[Item], requests: Sequence[PlannedRequest]
+    ) -> list[ItemResult]:
+        """See `ColumnCodec`. What requests with the same plan share is made once."""
+        results: list[ItemResult] = []
+        last, respond = None, None
+        for value, item, request in zip(values, items, requests, strict=True):
+            shape = (value.block, request.plan, value.rows, request.id is None)
+            if respond is None or shape != last:
+                last, respond = shape, self._respond(value, request)
+            results.append(respond(value, request.id, item))
+        return results
+
+    def _respond(self, found: TensorRows, request: PlannedRequest) -> Respond:
+        """What makes the response to this request, and to others with its plan and its number of rows."""
         plan, forms = request.plan, found.block.forms
         key = (type(self), plan.key)
         form = forms.get(key)
         if form is None:
             form = forms[key] = OutputForm(self._output_columns(found.block, plan.context))
-        if form.columns is None:
-            return self.encode(found.plain(), item, structs.replace(plan.context, id=request.id))
+        columns = form.columns
+        if columns is None:
+            return lambda value, id, item: self.encode(value.plain(), item, structs.replace(plan.context, id=id))
         shape = (found.rows, request.id is None)
-        head = form.heads.get(shape)
-        if head is None:
-            signature = (*key, *shape, *[(c.name, c.datatype, c.tail) for c in form.columns])
+        respond = form.respond.get(shape)
+        if respond is None:
+            signature = (*key, *shape, *[(c.name, c.datatype, c.tail) for c in columns])
             head = self._heads.get(signature)
             if head is None:
-                head = self.response_head(form.columns, found.rows, plan.context, request.id is not None)
+                head = self.response_head(columns, found.rows, plan.context, request.id is not None)
                 self._heads.keep(signature, head)
-            form.heads[shape] = head
-        return self.respond(head, form.columns, found, request.id, item)
+            plain = len(columns) == 1 and columns[0].shared is None and request.id is None
+            respond = self._respond_plainly(head, *columns) if plain else partial(self.respond, head, columns)
+            form.respond[shape] = respond
+        return respond
+
+    def _respond_plainly(self, head: list[bytes], column: OutputColumn) -> Respond:
+        """`respond` for one output and no id, as of most requests."""
+        if texts := column.texts:
+            before, after = head
+
+            def in_json(found: TensorRows, id: str | None, item: Item) -> ItemResult:
+                rows = b",".join(texts[found.start : found.start + found.rows])
+                return ItemResult(b"%b[%b]%b" % (before, rows, after), JSON)
+
+            return in_json
+        begin, kind, headers = self.opening(b"".join(head))
+        data, size = column.data, column.row_bytes
+
+        def in_bytes(found: TensorRows, id: str | None, item: Item) -> ItemResult:
+            start = found.start * size
+            return ItemResult(begin + data[start : start + found.rows * size], kind, 200, headers)
+
+        return in_bytes
 
     def _output_columns(self, block: Block, context: OipContext) -> list[OutputColumn] | None:
         """The outputs of a block that a request wants; None if they are encoded row by row."""
@@ -261,6 +298,11 @@ class OipCodec(Planning):
         id: Any = GAP if has_id else None
         return msgspec.json.encode(OipResponse(self.model, self.version, tensors, id, self.parameters)).split(GAP)
 
+    def opening(self, text: bytes) -> tuple[bytes, str, list[tuple[str, str]] | None]:
+        """What precedes the bytes of outputs, by the JSON of a response; its content type and its headers."""
+        text += b" " * (-len(text) % ALIGNMENT)
+        return text, BYTES, [(HEADER_LENGTH, str(len(text)))]
+
     def respond(
         self, head: list[bytes], columns: list[OutputColumn], found: TensorRows, id: str | None, item: Item
     ) -> ItemResult:
@@ -278,15 +320,15 @@ class OipCodec(Planning):
                 sections.append(column.section(start, found.rows))
         if not sections:
             return ItemResult(text, JSON)
-        text += b" " * (-len(text) % ALIGNMENT)
-        return ItemResult(b"".join([text, *sections]), BYTES, headers=[(HEADER_LENGTH, str(len(text)))])
+        text, kind, headers = self.opening(text)
+        return ItemResult(b"".join([text, *sections]), kind, headers=headers)
 
     # ---- responses
 
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """The response for a dict of arrays, or one array ("output_0"). Raises BadRequest for an unknown output."""
         if type(value) is TensorRows:
-            return self._encode_rows(value, item, context)
+            return self._respond(value, context)(value, context.id, item)
         if isinstance(value, Response):
             return encode_response(value)
         outputs = named_outputs(value)

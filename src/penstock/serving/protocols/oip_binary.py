@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct, structs
 
-from penstock.core.columns import PlannedRequest, RequestPlan, TensorRequest, TensorRows
+from penstock.core.columns import PlannedRequest, TensorRows
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import ACCEPT_ENCODING, accepted_coding, compress, header_of
-from penstock.serving.protocols.columns import Planning, cut_id, output_column
+from penstock.serving.protocols.columns import Planning, RawStack, cut_id, output_column
 from penstock.serving.protocols.oip import OipCodec, OipContext, OipJsonCodec, named_outputs
 from penstock.serving.protocols.oip_heads import facts_of
 from penstock.serving.protocols.oip_messages import (
@@ -152,9 +152,7 @@ class OipNpyCodec(OipCodec):
         """True: there are no parameters, and another order of the elements is another header."""
         return not read_npy_head(item.payload).fortran
 
-    def plan_of(self, request: TensorRequest, values: Any, item: Item) -> RequestPlan | None:
-        """The plan of an array; None for objects."""
-        return Planning.plan_of(self, request, values, item)
+    plan_of, encode_all = Planning.plan_of, Planning.encode_all  # no tensor is in shared memory
 
     def _encode_row_bytes(self, found: TensorRows, name: str, output: Any) -> ItemResult | None:
         """The array with a range of rows of a block; None if it is encoded alone."""
@@ -215,6 +213,30 @@ class OipBinaryCodec(OipCodec):
         found = cut_id(bytes(body[:length]).rstrip()) if length <= len(body) else None
         return None if found is None else (*found, (body, length))
 
+    def recognize(self, items: Sequence[Item]) -> list[PlannedRequest | None]:
+        """See `ColumnCodec`. A request with the JSON and the size of the last one is not looked up."""
+        found: list[PlannedRequest | None] = []
+        plan, head, size, places = None, b"", 0, [(0, 0)]
+        for item in items:
+            length, body = item.head_bytes, item.payload
+            if (
+                plan is not None
+                and length == len(head)
+                and len(body) == size
+                and item.stop < 0
+                and body[:length] == head
+            ):
+                found.append(PlannedRequest(plan, [body[i:k] for i, k in places], plan.rows))
+                continue
+            request, plan = self.request_of(item, self.cut(item)), None
+            found.append(request)
+            if request is None or request.id is not None or not length or item.stop >= 0:
+                continue
+            if type(request.plan.stack) is RawStack:
+                plan, head, size = request.plan, bytes(body[:length]), len(body)
+                places = [(length + at, length + at + count) for at, count in plan.sizes]
+        return found
+
     def head_of(self, item: Item) -> tuple[bytes | memoryview, memoryview]:
         """(JSON, bytes after it). Raises BadRequest for a shorter body, and for a raw request that names no tensor."""
         body = memoryview(item.payload)
@@ -257,6 +279,7 @@ class CodedBody(OipCodec):
     """
 
     reads_headers = True
+    encode_all = Planning.encode_all  # one by one: each has a coding of its own
 
     def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], OipContext]:
         """As of the format."""

@@ -136,6 +136,10 @@ class OipGrpcCodec(OipCodec):
         marks = [bytes([RAW_OUTPUTS << 3 | 2]) + varint_of(size) for size in sizes]
         return [before, message.SerializeToString()[len(before) :], *marks]
 
+    def opening(self, text: bytes) -> tuple[bytes, str, None]:
+        """The message up to the bytes of its only output, which `text` is."""
+        return text, RAW, None
+
     def respond(
         self, head: list[bytes], columns: list[OutputColumn], found: TensorRows, id: str | None, item: Item
     ) -> ItemResult:
