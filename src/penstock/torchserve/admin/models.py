@@ -4,13 +4,11 @@ A version may have no workers; the engine does not know such a version. Lookups 
 and happen once per request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 from msgspec import Struct, field
 
@@ -30,8 +28,13 @@ from penstock.torchserve.protocol.api import MAX_SHOWN, ApiError, no_worker
 from penstock.torchserve.protocol.codec import WORKFLOW
 from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, Sink
 
-if TYPE_CHECKING:
-    from penstock.torchserve.admin.workflows import Workflows
+
+class WorkflowRequests(Protocol):
+    """The part of Workflows that takes requests; see there."""
+
+    def submit(self, name: str, item: Item, sink: Sink) -> Ticket: ...
+
+    def ready(self, name: str) -> bool: ...
 
 
 class ModelVersion(Struct, eq=False):
@@ -138,7 +141,7 @@ class ModelsBackend:
     `build_components` sets `workflows`.
     """
 
-    workflows: Workflows
+    workflows: WorkflowRequests
 
     def __init__(self, engine: Engine, models: VersionRegistry) -> None:
         self._engine = engine

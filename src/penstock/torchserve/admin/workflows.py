@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -15,6 +15,7 @@ from penstock.core.contracts import Submitter, Ticket
 from penstock.core.engine.calls import release
 from penstock.errors import ArchiveError, PenstockError, describe
 from penstock.torchserve.admin.archives import mar_name, open_archive, read_yaml, run_in_thread
+from penstock.torchserve.admin.files import SnapshotKind
 from penstock.torchserve.admin.model_spec import VersionRequest
 from penstock.torchserve.admin.models import ModelVersion
 from penstock.torchserve.archive.manifest import Manifest, check_model_name
@@ -24,10 +25,26 @@ from penstock.torchserve.protocol.api import MAX_SHOWN, ApiError, ChangeResult, 
 from penstock.types import Item, Sink
 
 if TYPE_CHECKING:  # a server without workflows loads no pipeline
-    from penstock.torchserve.admin.administrator import Administrator
     from penstock.torchserve.workflow import RunningWorkflow, WorkflowNode, WorkflowSpec
 
 log = logging.getLogger("penstock.torchserve")
+
+
+T = TypeVar("T")
+
+
+class Versions(Protocol):
+    """The part of Administrator that workflows need; see there."""
+
+    async def change(self, change: Coroutine[Any, Any, T]) -> T: ...
+
+    async def claim(self, request: VersionRequest, *, at_startup: bool = False) -> ModelVersion: ...
+
+    async def start(self, version: ModelVersion, *, keep: bool) -> None: ...
+
+    async def remove(self, version: ModelVersion) -> None: ...
+
+    def snapshot(self, kind: SnapshotKind) -> None: ...
 
 
 class _Workflow(Struct, eq=False):
@@ -43,9 +60,7 @@ class _Workflow(Struct, eq=False):
 class Workflows:
     """Registers workflows and sends requests to them. Changes run to completion and raise ApiError."""
 
-    def __init__(
-        self, administrator: Administrator, models: Submitter, store: ModelStore, properties: Properties
-    ) -> None:
+    def __init__(self, administrator: Versions, models: Submitter, store: ModelStore, properties: Properties) -> None:
         self._administrator = administrator
         self._models = models
         self._store = store
