@@ -136,7 +136,7 @@ async def test_a_peer_may_announce_large_frames_only_after_it_has_joined(running
     stranger, member = running.connect(), running.connect()
     stranger.send(large[:16])
     assert await receive(stranger) == b""
-    member.send(b"".join(write(JoinMessage(batcher.VERSION, True))))
+    member.send(b"".join(write(JoinMessage(protocol.VERSION, True))))
     assert await receive(member)
     member.send(large + b"".join(a_call(1, "answered")))
     assert await receive(member)
@@ -199,10 +199,10 @@ async def test_a_peer_that_does_not_speak_the_protocol_is_disconnected_alone(run
 
 async def test_a_joined_client_that_breaks_the_protocol_is_disconnected_alone(running: Running) -> None:
     client = await running.client()
-    for bad in (write(JoinMessage(batcher.VERSION, True)), write(FreeReplies([12345])), [b"\0" * 16]):
+    for bad in (write(JoinMessage(protocol.VERSION, True)), write(FreeReplies([12345])), [b"\0" * 16]):
         with running.connect() as sock:
             loop = asyncio.get_running_loop()
-            await loop.sock_sendall(sock, b"".join(write(JoinMessage(batcher.VERSION, True))))
+            await loop.sock_sendall(sock, b"".join(write(JoinMessage(protocol.VERSION, True))))
             assert await receive(sock)
             await loop.sock_sendall(sock, b"".join(map(bytes, bad)))
             while await receive(sock):
@@ -240,7 +240,7 @@ async def test_one_client_more_than_allowed_is_told_so(running: Running, monkeyp
 
 async def test_a_client_of_another_version_is_refused(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     client = await running.client()
-    monkeypatch.setattr(batcher, "VERSION", "9.9")
+    monkeypatch.setattr(protocol, "VERSION", "9.9")
     with pytest.raises(ConfigError, match=r"the batcher runs Penstock 9\.9"):
         await asyncio.to_thread(join, running.path, None)
     await client.close(1)
@@ -279,7 +279,7 @@ async def test_a_client_that_takes_no_answer_is_disconnected_and_no_more_is_read
     sock = running.connect()
     with sock:
         loop = asyncio.get_running_loop()
-        await loop.sock_sendall(sock, b"".join(write(JoinMessage(batcher.VERSION, True))))
+        await loop.sock_sendall(sock, b"".join(write(JoinMessage(protocol.VERSION, True))))
         assert await receive(sock)
         sent = 0
         try:
@@ -419,7 +419,7 @@ async def test_after_a_failure_calls_fail_at_once_until_the_pause_is_over(
 async def test_frames_may_arrive_in_any_pieces(running: Running) -> None:
     with running.connect() as sock:
         loop = asyncio.get_running_loop()
-        for byte in b"".join(write(JoinMessage(batcher.VERSION, True))):
+        for byte in b"".join(write(JoinMessage(protocol.VERSION, True))):
             await loop.sock_sendall(sock, bytes([byte]))
         assert len(FrameDecoder().feed(await receive(sock))) == 1
 
