@@ -280,7 +280,9 @@ def length_rule(config: BatchingConfig, inputs: Sequence[TensorSpec]) -> Callabl
     def of_shapes(key: str) -> tuple[str, int]:
         others, length = [], 0
         for text in key.split(";"):
-            name, datatype, shape = text.rsplit(":", 2)
+            if len(found := text.rsplit(":", 2)) < 3:  # of a name with a semicolon: the worker reports it
+                return "", 0
+            name, datatype, shape = found
             sizes, axis = shape.split("x"), places.get(name, (0, 0))[0]
             if 0 < axis <= len(sizes) and sizes[axis - 1].isdecimal():
                 length, sizes[axis - 1] = int(sizes[axis - 1]), "-1"

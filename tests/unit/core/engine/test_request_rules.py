@@ -101,6 +101,7 @@ def test_the_length_of_a_request_is_that_of_its_padded_inputs() -> None:
     liar = oip(ids=[1, 10**18])
     assert of(liar)[1] == len(liar.payload)
     assert of(oip(ids=[0, 0], x=[0]))[1] >= 1
+    assert of(oip(**{"a;b": [1, 3]}))[0] == of(oip(**{"a;b:c:d": [1, 3]}))[0] == ""
     instances = b'{"instances": [[1, 2, 3, 4], [5, 6, 7, 8]]}'
     assert of(Item(instances, codec="kserve"))[1] in (3, 4)
     for value in ({"ids": np.zeros((2, 6))}, {"x": [1], "ids": [[1] * 6]}, {"ids": [1] * 6}, [1] * 6, [[1] * 6] * 2):
