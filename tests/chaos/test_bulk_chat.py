@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from support.chat import ChatServer
+from support.chat import FILE, ChatServer
+from support.pages import free_ports
 from support.videos import make_clip
 
 FRAMES = 300  # of each clip
@@ -32,16 +34,20 @@ class Job:
         self.output = folder / "captions.jsonl"
         self._process: subprocess.Popen[str] | None = None
 
-    def start(self, url: str) -> subprocess.Popen[str]:
+    def start(self, url: str, *flags: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "penstock.cli.main", "caption", str(self.clips), "--backend", "openai"]
         self._process = subprocess.Popen(
-            [*command, "--server", url], cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, "--server", url, *flags],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         return self._process
 
-    def run(self, url: str) -> str:
+    def run(self, url: str, *flags: str) -> str:
         """What a job printed that captioned everything."""
-        printed, _ = self.start(url).communicate(timeout=120)
+        printed, _ = self.start(url, *flags).communicate(timeout=120)
         assert self._process is not None
         assert self._process.returncode == 0, printed
         return printed
@@ -149,3 +155,53 @@ def test_a_server_that_restarts_and_refuses_in_storms_costs_no_row(
     assert server.stand_in.answers["429"] > 0
     assert job.output.read_bytes() == whole[0]
     assert sum(spent) <= whole[1] * 1.02
+
+
+ENGINE = f"""
+import asyncio, importlib.util, os, pathlib, signal, sys
+
+spec = importlib.util.spec_from_file_location("stand_in", {str(FILE)!r})
+module = sys.modules["stand_in"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+how = sys.argv.pop()
+starts = len(list(pathlib.Path().glob("start-*")))
+pathlib.Path(f"start-{{starts}}").touch()
+work, complete = module.StandIn.work, module.StandIn.complete
+
+
+async def hanging(self):
+    await work(self)
+    if starts < 2 and self.served > 150:
+        if how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        await asyncio.Event().wait()
+
+
+async def counted(self, request):
+    found = await complete(self, request)
+    with open("tokens", "a") as file:
+        file.write(f"{{found[1]['usage']['total_tokens']}}\\n")
+    return found
+
+
+module.StandIn.work, module.StandIn.complete = hanging, counted
+asyncio.run(module.main(module.parser().parse_args()))
+"""
+
+
+@pytest.mark.parametrize("how", ["stopped", "listening"])
+def test_an_engine_that_hangs_is_killed_and_started_again_and_costs_no_row(
+    make_job: Callable[[str], Job], whole: tuple[bytes, int], how: str
+) -> None:
+    job = make_job(how)
+    (job.folder / "engine.py").write_text(ENGINE)
+    (port,) = free_ports(1)
+    engine = f"{sys.executable} engine.py --port {port} --rate 400 --latency 0.02 {how}"
+    printed = job.run(f"http://localhost:{port}", "--engine", engine, "--request-timeout", "2")
+    assert printed.count("the engine was killed: it has ") == 2, printed
+    assert len(list(job.folder.glob("start-*"))) == 3
+    assert job.output.read_bytes() == whole[0]
+    spent = sum(map(int, (job.folder / "tokens").read_text().split()))
+    assert spent <= whole[1] * 1.02
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port)).close()

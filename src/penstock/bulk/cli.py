@@ -1,7 +1,6 @@
 """`penstock caption`: parses flags, runs one bulk job, and exits with its status."""
 
 import logging
-import math
 import os
 import re
 import signal
@@ -28,51 +27,81 @@ from penstock.errors import INTERRUPTED, USAGE, ConfigError, PenstockError
 from penstock.plugins import resolve
 from penstock.values import quantity
 
-WAIT_S, ENGINE_WAIT_S = 60.0, 1800.0  # for a server that starts; an engine loads its model first
+WAIT_S, GIVE_UP_S = 60.0, 600.0  # for a server that starts, and for one that is away
+ENGINE_WAIT_S = 1800.0  # for both, because an engine loads its model first
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 SCENE_THRESHOLD = 27.0  # PySceneDetect's default
 PATH = click.Path(path_type=Path)
 
 
-def size_bytes(_: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """The bytes of a size flag: `64Mi`, `500M`, `1000000`."""
-    if value is None:
-        return None
-    size = int(quantity(value.lower().removesuffix("b"), UNITS) or 0)
+# The types of options: click adds the name of the option to the errors that they raise.
+
+
+def size_bytes(text: str) -> int:
+    """The bytes of a size: `64Mi`, `500M`, `1000000`."""
+    size = int(quantity(text.lower().removesuffix("b"), UNITS) or 0)
     if size < 1:
-        raise click.BadParameter(f"expected a size such as 64Mi, 500M or 1000000, found '{value}'", param=parameter)
+        raise click.BadParameter(f"expected a size such as 64Mi, 500M or 1000000, found '{text}'")
     return size
 
 
-def seconds(_: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
-    """The seconds of a time flag: `90`, `1:30`, `1:02:03.5`."""
-    if value is None:
-        return None
-    if not re.fullmatch(r"(\d+:){0,2}\d+(\.\d+)?", value):
-        raise click.BadParameter(f"expected seconds or [HOURS:]MINUTES:SECONDS, found '{value}'", param=parameter)
+def seconds(text: str) -> float:
+    """The seconds of a time: `90`, `1:30`, `1:02:03.5`."""
+    if not re.fullmatch(r"(\d+:){0,2}\d+(\.\d+)?", text):
+        raise click.BadParameter(f"expected seconds or [HOURS:]MINUTES:SECONDS, found '{text}'")
     total = 0.0
-    for part in value.split(":"):
+    for part in text.split(":"):
         total = total * 60 + float(part)
     return total
 
 
-def some_seconds(context: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
-    """The seconds of a time flag, more than 0."""
-    found = seconds(context, parameter, value)
-    if found == 0:
-        raise click.BadParameter("expected more than 0 seconds", param=parameter)
+def some_seconds(text: str) -> float:
+    """The seconds of a time, more than 0."""
+    if not (found := seconds(text)):
+        raise click.BadParameter("expected more than 0 seconds")
     return found
 
 
-def interval(_: click.Context, parameter: click.Parameter, value: str | None) -> int | float | None:
+def interval(text: str) -> int | float:
     """The frames of an interval as an integer, `30` or `30f`, or its seconds as a float, `2s` or `0.5s`."""
-    if value is None:
-        return None
-    found = re.fullmatch(r"(?:(\d+)f?|(\d+(?:\.\d+)?)s)", value)
+    found = re.fullmatch(r"(?:(\d+)f?|(\d+(?:\.\d+)?)s)", text)
     number = found and (int(found[1]) if found[1] else float(found[2]))
     if not number:
-        raise click.BadParameter(f"expected frames such as 30f or seconds such as 2s, found '{value}'", param=parameter)
+        raise click.BadParameter(f"expected frames such as 30f or seconds such as 2s, found '{text}'")
     return number
+
+
+def text_or_file(text: str) -> str:
+    """The text, or that of the file whose name follows an @."""
+    try:
+        return Path(text[1:]).read_text() if text.startswith("@") else text
+    except (OSError, ValueError) as e:
+        raise click.BadParameter(f"{text[1:]} cannot be read: {e}") from None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        return msgspec.json.decode(Path(text).read_bytes(), type=dict[str, Any])
+    except (OSError, ValueError) as e:
+        raise click.BadParameter(f"{text} is not a file with a JSON object: {e}") from None
+
+
+def prices(text: str) -> tuple[float, float]:
+    """Two prices such as 0.25,1.5."""
+    found = [quantity(part, {"": 1.0}) for part in text.split(",")]
+    if len(found) != 2 or found[0] is None or found[1] is None:
+        raise click.BadParameter(f"expected two prices such as 0.25,1.5, found '{text}'")
+    return found[0], found[1]
+
+
+def cluster(text: str) -> str:
+    """The address of a Ray cluster."""
+    if text != "auto" and not re.fullmatch(r"[^/]+:\d+", text):
+        raise click.BadParameter(
+            f"expected auto or an address such as 10.0.0.1:6379, found '{text}'; before INPUT write --ray=auto"
+        )
+    return text
 
 
 def suffixes(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> frozenset[str]:
@@ -81,39 +110,6 @@ def suffixes(_: click.Context, parameter: click.Parameter, values: tuple[str, ..
     if not all(names):
         raise click.BadParameter("expected extensions such as mp4,mkv", param=parameter)
     return frozenset(f".{name}" for name in names)
-
-
-def text_or_file(_: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """The text of a flag, or of the file that it names after an @."""
-    if value is None or not value.startswith("@"):
-        return value
-    try:
-        return Path(value[1:]).read_text()
-    except (OSError, ValueError) as e:
-        raise click.BadParameter(f"{value[1:]} cannot be read: {e}", param=parameter) from None
-
-
-def json_object(_: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, Any] | None:
-    """The object in a JSON file."""
-    if value is None:
-        return None
-    try:
-        return msgspec.json.decode(Path(value).read_bytes(), type=dict[str, Any])
-    except (OSError, ValueError) as e:
-        raise click.BadParameter(f"{value} is not a file with a JSON object: {e}", param=parameter) from None
-
-
-def prices(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, float] | None:
-    """The two numbers of a flag such as 0.25,1.5."""
-    if value is None:
-        return None
-    try:
-        found = [float(part) for part in value.split(",")]
-        if len(found) == 2 and all(0 <= price < math.inf for price in found):
-            return found[0], found[1]
-    except ValueError:
-        pass
-    raise click.BadParameter(f"expected two prices such as 0.25,1.5, found '{value}'", param=parameter)
 
 
 def make_backend(flags: dict[str, Any]) -> Backend:
@@ -150,8 +146,11 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
         raise ConfigError("--engine starts no server for a --dry-run; start it, and name it by --server")
     if flags["engine"] and not flags["servers"]:
         flags["servers"] = (engine_url(flags["engine"]),)
-    if flags["wait_s"] is None:
-        flags["wait_s"] = ENGINE_WAIT_S if flags["engine"] else WAIT_S
+    if flags["engine"] and flags["ray"]:
+        raise ConfigError("--engine starts a server on this machine; for the nodes of --ray, name one by --server")
+    for name, seconds_of_servers in (("wait_s", WAIT_S), ("give_up_s", GIVE_UP_S)):
+        if flags[name] is None:
+            flags[name] = ENGINE_WAIT_S if flags["engine"] else seconds_of_servers
     if not flags["servers"] and (flags["retry_failed"] or flags["restart"] or flags["dry_run"] or flags["inputs"]):
         raise ConfigError("name a server: --server http://HOST:PORT (only writing outputs again needs none, nor INPUT)")
     if flags["dry_run"] and not flags["inputs"]:
@@ -159,36 +158,19 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
     prebatch = flags["prebatch_size"]
     shard = None if flags["shard"] is None else shard_of(flags["shard"], os.environ)
     outputs, work, failures = make_paths(flags, shard)
-    return JobOptions(
-        outputs=outputs,
-        work=work,
-        failures=failures,
-        shard=shard,
-        token=read_token(flags["token_file"]),
-        sampling=make_sampling(flags),
-        backend=backend,
-        model=flags["model"] or backend.model,
-        pixels=flags["pixels"] or backend.pixels,
-        prebatch_size=None if prebatch == "auto" else prebatch,
-        **{
-            name: flags[name]
-            for name in (
-                "inputs", "servers", "ca", "kernel", "tone_map", "deinterlace", "decoder", "mode", "decoders",
-                "memory_bytes", "give_up_s", "wait_s", "from0", "extensions", "allowed_urls", "on_damage", "ray",
-                "restart", "retry_failed", "price", "rpm", "tpm", "engine",
-            )
-        },
-    )  # fmt: skip
-
-
-def cluster(_: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """The address of a Ray cluster."""
-    if value is not None and value != "auto" and not re.fullmatch(r"[^/]+:\d+", value):
-        raise click.BadParameter(
-            f"expected auto or an address such as 10.0.0.1:6379, found '{value}'; before INPUT write --ray=auto",
-            param=parameter,
-        )
-    return value
+    made: dict[str, Any] = {
+        "outputs": outputs,
+        "work": work,
+        "failures": failures,
+        "shard": shard,
+        "token": read_token(flags["token_file"]),
+        "sampling": make_sampling(flags),
+        "backend": backend,
+        "model": flags["model"] or backend.model,
+        "pixels": flags["pixels"] or backend.pixels,
+        "prebatch_size": None if prebatch == "auto" else prebatch,
+    }
+    return JobOptions(**{name: flags[name] for name in JobOptions.__struct_fields__ if name in flags} | made)
 
 
 def make_paths(flags: dict[str, Any], shard: Shard | None = None) -> tuple[OutputPaths, Path, Path]:
@@ -303,24 +285,21 @@ class _Caption(click.Command):
     "--backend", default="penstock", show_default=True, metavar="NAME",
     help="API of the servers: penstock; openai for vLLM, SGLang and others; or pkg.mod:Class.",
 )  # fmt: skip
-@click.option("--prompt", callback=text_or_file, metavar="TEXT|@FILE", help="Question about each image.")
-@click.option("--system", callback=text_or_file, metavar="TEXT|@FILE", help="System message.")
+@click.option("--prompt", type=text_or_file, metavar="TEXT|@FILE", help="Question about each image.")
+@click.option("--system", type=text_or_file, metavar="TEXT|@FILE", help="System message.")
 @click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Limit of an answer [128].")
 @click.option(
     "--max-pixels", type=click.IntRange(1), metavar="N", help="Scale images down to so many pixels [1003520]."
 )
-@click.option("--schema", callback=json_object, metavar="FILE", help="JSON schema that answers must fulfil.")
-@click.option("--request", callback=json_object, metavar="FILE", help="JSON with further fields of each request.")
+@click.option("--schema", type=json_object, metavar="FILE", help="JSON schema that answers must fulfil.")
+@click.option("--request", type=json_object, metavar="FILE", help="JSON with further fields of each request.")
 @click.option("--rpm", type=click.FloatRange(0, min_open=True), metavar="N", help="Send at most N requests a minute.")
 @click.option("--tpm", type=click.FloatRange(0, min_open=True), metavar="N", help="Spend at most N tokens a minute.")
 @click.option("--engine", metavar="COMMAND", help="Start this server, such as 'vllm serve MODEL', and keep it running.")
-@click.option("--price", callback=prices, metavar="IN,OUT", help="Prices of a million tokens, for the summary.")
+@click.option("--price", type=prices, metavar="IN,OUT", help="Prices of a million tokens, for the summary.")
 @output_options
 @click.option(
-    "--every",
-    callback=interval,
-    metavar="Nf|Ss",
-    help="Caption every Nth frame (30, 30f), or one every S seconds (2s).",
+    "--every", type=interval, metavar="Nf|Ss", help="Caption every Nth frame (30, 30f), or one every S seconds (2s)."
 )
 @click.option("--fps", type=click.FloatRange(0, min_open=True), metavar="F", help="Caption F frames per second.")
 @click.option("--keyframes", is_flag=True, help="Caption keyframes only; most files need no other frame decoded.")
@@ -329,23 +308,18 @@ class _Caption(click.Command):
     "--scene-threshold", type=click.FloatRange(0, 255, min_open=True), metavar="T",
     help="Change of hue, saturation and brightness, of 255, that begins a scene [27].",
 )  # fmt: skip
-@click.option(
-    "--clip", callback=some_seconds, metavar="S", help="Divide videos into clips of S seconds; needs --frames."
-)
+@click.option("--clip", type=some_seconds, metavar="S", help="Divide videos into clips of S seconds; needs --frames.")
 @click.option("--frames", type=click.IntRange(1), metavar="N", help="Caption N evenly spaced frames of each clip.")
 @click.option(
     "--dedupe", type=click.IntRange(0, 255), metavar="BITS",
     help="Skip frames whose perceptual hash differs by at most BITS of 256 from the last captioned one.",
 )  # fmt: skip
 @click.option("--carry-captions", "carry", is_flag=True, help="Give skipped near-duplicates the caption they repeat.")
-@click.option("--start", callback=seconds, metavar="TIME", help="Start at this time: seconds or [H:]M:S.")
-@click.option("--end", callback=seconds, metavar="TIME", help="Stop before this time.")
+@click.option("--start", type=seconds, metavar="TIME", help="Start at this time: seconds or [H:]M:S.")
+@click.option("--end", type=seconds, metavar="TIME", help="Stop before this time.")
 @click.option("--max-frames", type=click.IntRange(1), metavar="N", help="Caption at most N frames of each video.")
 @click.option(
-    "--stream",
-    type=click.IntRange(0),
-    metavar="N",
-    help="Read stream N of each file, as ffprobe counts [the best video].",
+    "--stream", type=click.IntRange(0), metavar="N", help="Read stream N of each file, as ffprobe counts [the best]."
 )
 @click.option(
     "--pixels", type=click.Choice(get_args(PixelMode)),
@@ -368,7 +342,7 @@ class _Caption(click.Command):
 @click.option("--prebatch-size", callback=number_or_auto, metavar="N|auto", help="Frames in a request.")
 @click.option("--decoders", type=click.IntRange(1, 256), metavar="N", help="Videos decoded concurrently.")
 @click.option(
-    "--memory", "memory_bytes", callback=size_bytes, metavar="SIZE",
+    "--memory", "memory_bytes", type=size_bytes, metavar="SIZE",
     help="Memory for pixels [64Mi to 512Mi, depending on the servers].",
 )  # fmt: skip
 @click.option("--token-file", type=click.Path(), help="File with the server's token; or set PENSTOCK_TOKEN.")
@@ -378,8 +352,12 @@ class _Caption(click.Command):
     help="Seconds to wait for a server at the beginning [60; 1800 with --engine].",
 )  # fmt: skip
 @click.option(
-    "--give-up", "give_up_s", type=click.FloatRange(0), default=600.0, show_default=True, metavar="S",
-    help="Stop after this many seconds without a response from any server.",
+    "--give-up", "give_up_s", type=click.FloatRange(0), metavar="S",
+    help="Stop after this many seconds without a response from any server [600; 1800 with --engine].",
+)  # fmt: skip
+@click.option(
+    "--request-timeout", "request_timeout_s", type=click.FloatRange(0, min_open=True), default=300.0,
+    show_default=True, metavar="S", help="Seconds for a request. A server that answers none for so long hangs.",
 )  # fmt: skip
 @click.option("--from0", is_flag=True, help="Separate the list on standard input (INPUT -) by NUL instead of newline.")
 @click.option(
@@ -395,18 +373,13 @@ class _Caption(click.Command):
     help="Continue a damaged video at the next decodable frame, or end it.",
 )  # fmt: skip
 @click.option(
-    "--shard",
-    metavar="I/N",
+    "--shard", metavar="I/N",
     help="Caption part I of N, on one of N machines: 2/8, or auto/8 in a Slurm array or an indexed Job of Kubernetes.",
-)
+)  # fmt: skip
 @click.option(
-    "--ray",
-    is_flag=False,
-    flag_value="auto",
-    callback=cluster,
-    metavar="[HOST:PORT]",
+    "--ray", is_flag=False, flag_value="auto", type=cluster, metavar="[HOST:PORT]",
     help="Decode and send on the nodes of a Ray cluster [the one of RAY_ADDRESS or of this machine].",
-)
+)  # fmt: skip
 @click.option("--retry-failed", is_flag=True, help="Retry failed videos.")
 @click.option("--restart", is_flag=True, help="Discard the captions of earlier runs.")
 @click.option("--dry-run", is_flag=True, help="List the work and send no frames.")

@@ -84,6 +84,7 @@ class ServerEndpoint:
         self.resting_until_s = 0.0
         self.failures = 0  # since the last success
         self.answered = 0
+        self.heard_s = -math.inf  # when its last response came
         self._connect_timeout_s = options.connect_timeout_s
         self._idle: list[ClientConnection] = []
 

@@ -1,7 +1,8 @@
-"""The process of a server that belongs to the job: started with it, again after a crash, and ended with it."""
+"""The process of a server that belongs to the job: started with it, again after a crash or a hang, ended with it."""
 
 import contextlib
 import ctypes
+import http.client
 import logging
 import os
 import re
@@ -24,6 +25,8 @@ VLLM_PORT: Final = 8000
 ATTEMPTS: Final = 5  # that end within `STABLE_S`, in a row
 STABLE_S: Final = 60.0
 END_S: Final = 20.0  # from SIGTERM to SIGKILL
+HANG_S: Final = 60.0  # without a response; preprocessing can keep the event loop of vLLM busy for seconds
+LOOK_S: Final = 5.0  # between two looks whether it responds
 TAIL_BYTES: Final = 2000
 
 
@@ -42,22 +45,31 @@ def engine_url(command: str) -> str:
 
 
 class Engine:
-    """Once the engine has ended too often, `check` raises, and `on_failure` has been called. `log` gets its output."""
+    """Once the engine has ended too often, `check` raises, and `on_failure` has been called. `log` gets its output.
 
-    def __init__(self, command: str, log: Path, on_failure: Callable[[EngineFailed], None]) -> None:
-        self._on_failure = on_failure
+    An engine that accepts a connection and does not respond for `hang_s` hangs: it is killed, and starts again.
+    """
+
+    def __init__(
+        self, command: str, log: Path, on_failure: Callable[[EngineFailed], None], *, hang_s: float = HANG_S
+    ) -> None:
+        self._on_failure, self._hang_s = on_failure, hang_s
         self.failure: EngineFailed | None = None
+        self.url = engine_url(command)
+        self._hung = ""  # why the process was killed
         self._words, self._log = shlex.split(command), log
         self._process: subprocess.Popen[bytes] | None = None
         self._ending = threading.Event()
         self._started = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="penstock-engine", daemon=True)
+        self._looker = threading.Thread(target=self._look, name="penstock-engine-look", daemon=True)
 
     def start(self) -> None:
         """Raises EngineFailed if there is no such program."""
         self._watcher.start()
         self._started.wait()
         self.check()
+        self._looker.start()
 
     def check(self) -> None:
         """Raises EngineFailed."""
@@ -70,7 +82,33 @@ class Engine:
         self._signal(signal.SIGTERM)
         self._watcher.join(END_S)
         self._signal(signal.SIGKILL)
-        self._watcher.join()
+        self._watcher.join(END_S)  # no signal ends a process that waits for a driver
+
+    def restart(self, url: str, why: str) -> None:
+        """Kills the engine, which then starts again, if it is the server at `url`. Called from any thread."""
+        if url.replace("localhost", "127.0.0.1") == self.url:
+            self._hung = why
+            self._signal(signal.SIGKILL)
+
+    def _look(self) -> None:
+        while not self._ending.wait(LOOK_S):
+            process = self._process
+            if self._is_silent() and process is self._process and not self._ending.is_set():
+                self.restart(self.url, f"it has not responded for {self._hang_s:g} s")
+
+    def _is_silent(self) -> bool:
+        """Whether it accepts a connection, which it does not do while it loads, and does not respond."""
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=self._hang_s)
+        try:
+            connection.request("GET", "/health")
+            connection.getresponse()
+        except TimeoutError:
+            return True
+        except (OSError, http.client.HTTPException):
+            pass  # it loads, or ends
+        finally:
+            connection.close()
+        return False
 
     def _signal(self, number: int) -> None:
         if self._process is not None:
@@ -107,9 +145,11 @@ class Engine:
                     ended = 0
                     pause.reset()
                 ended += 1
-                how = f"ended with status {status}; what it printed is in {self._log}"
+                hung, self._hung = self._hung, ""
+                how = f"was killed: {hung}" if hung else f"ended with status {status}"
+                how += f"; what it printed is in {self._log}"
                 if ended == ATTEMPTS:
-                    raise EngineFailed(f"the engine was started {ended} times, and {how}: {self._tail()}")
+                    raise EngineFailed(f"the engine was started {ended} times, and it {how}: {self._tail()}")
                 _logger.warning("the engine %s; it starts again", how)
                 self._ending.wait(pause.next_s())
 

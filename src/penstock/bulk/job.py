@@ -11,8 +11,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,7 @@ from msgspec import Struct
 from penstock.bulk import outputs, shards, spool
 from penstock.bulk.decode import estimate, read_chunks
 from penstock.bulk.endpoints import NotSent
-from penstock.bulk.engine import Engine
+from penstock.bulk.engine import HANG_S, Engine
 from penstock.bulk.frames import torchcodec_decoder
 from penstock.bulk.options import JobOptions, JobPlan, make_plan
 from penstock.bulk.pixels import JPEG_SHARE, SceneStarts, exact_kernel, jpeg_encoder, within
@@ -30,7 +30,7 @@ from penstock.bulk.sender import ChunkSender
 from penstock.bulk.servers import NOT_UP, ServerInfo, ask, require_same
 from penstock.bulk.spool import SpoolEnd, WorkFolder, fingerprint, fingerprint_digest
 from penstock.bulk.threads import CaptionWriter, DecoderThreads, ReadChunks
-from penstock.bulk.types import Chunk, ChunkResult, OnResult, SendOptions, Video
+from penstock.bulk.types import Chunk, ChunkResult, SendOptions, Video
 from penstock.bulk.video import VideoError, VideoProbe, av_library, expand, is_image, probe, valid_text
 from penstock.client.endpoint import parse_url, tls_context
 from penstock.errors import ConfigError, PenstockError
@@ -55,7 +55,7 @@ class JobParts(Struct, frozen=True):
     ask: Callable[..., ServerInfo] = ask
     read_chunks: ReadChunks = read_chunks
     probe: Callable[[str, int | None], VideoProbe] = probe
-    sender: Callable[[list[ServerInfo], SendOptions, OnResult], ChunkSender] = ChunkSender
+    sender: Callable[..., ChunkSender] = ChunkSender
 
 
 class BulkJob:
@@ -80,27 +80,15 @@ class BulkJob:
         """Raises errors found before anything was captioned; later errors are in the summary."""
         outputs.check_outputs(self.options.outputs, self.options.failures)
         videos = self.videos() if self.options.inputs else None
-        folder = WorkFolder(self.options.work)
-        try:
+        with ExitStack() as opened:
+            folder = opened.enter_context(closing(WorkFolder(self.options.work)))
             if videos is not None and self.options.shard is not None:
                 videos = shards.take(folder, videos, self.options.shard)
-            with self._engine_in(folder):
-                return self._run(folder, folder.videos() if videos is None else videos)
-        finally:
-            folder.close()
-
-    @contextmanager
-    def _engine_in(self, folder: WorkFolder) -> Iterator[None]:
-        """Runs the engine, if the job has one."""
-        if self.options.engine is None:
-            yield
-            return
-        self.engine = Engine(self.options.engine, folder.path / "engine.log", self.events.put)
-        self.engine.start()
-        try:
-            yield
-        finally:
-            self.engine.close()
+            if self.options.engine is not None:
+                hang_s = min(HANG_S, self.options.request_timeout_s)
+                self.engine = Engine(self.options.engine, folder.path / "engine.log", self.events.put, hang_s=hang_s)
+                opened.enter_context(closing(self.engine)).start()
+            return self._run(folder, folder.videos() if videos is None else videos)
 
     def merge(self) -> JobSummary:
         """Writes the outputs of all shards together. Raises OutputError, FolderError."""
@@ -272,10 +260,11 @@ class JobRun:
         )
         options = job.options
         sending = SendOptions(
-            mode=options.mode, fingerprint=digest, rows=plan.chunk_size, give_up_s=options.give_up_s, rpm=options.rpm,
-            tpm=options.tpm,
+            mode=options.mode, fingerprint=digest, rows=plan.chunk_size, give_up_s=options.give_up_s,
+            request_timeout_s=options.request_timeout_s, rpm=options.rpm, tpm=options.tpm,
         )  # fmt: skip
-        self._sender = parts.sender(servers, sending, self._chunk_done)
+        watch = {} if job.engine is None else {"on_hang": job.engine.restart}
+        self._sender = parts.sender(servers, sending, self._chunk_done, **watch)
 
     def _remaining(self, videos: list[Video], folder: WorkFolder) -> list[Video]:
         """The videos of this run; counts the others."""

@@ -48,6 +48,7 @@ class JobOptions(Struct, frozen=True, kw_only=True):
     decoders: int | None = None
     memory_bytes: int | None = None
     give_up_s: float = 600.0
+    request_timeout_s: float = 300.0
     wait_s: float = 60.0
     rpm: float | None = None
     tpm: float | None = None

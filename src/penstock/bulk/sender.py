@@ -10,13 +10,14 @@ import logging
 import random
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from penstock.bulk.endpoints import AGAIN, ENDS_THE_JOB, LATER, EndpointHealth, NotSent, ServerEndpoint, loop_time
+from penstock.bulk.endpoints import AGAIN, AWAY, ENDS_THE_JOB, LATER, EndpointHealth, NotSent, ServerEndpoint, loop_time
 from penstock.bulk.limits import RateLimit
 from penstock.bulk.servers import ServerInfo, UploadChunk, WrongAnswer, failed_row
 from penstock.bulk.types import Answer, Answers, Chunk, ChunkResult, OnResult, SendOptions, SendStats
+from penstock.client.endpoint import ResponseTimeout
 from penstock.client.response import HttpResponse
 from penstock.core.os_threads import new_event_loop
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
@@ -25,6 +26,7 @@ from penstock.values import shorten
 
 _logger = logging.getLogger("penstock.bulk")
 
+OnHang = Callable[[str, str], None]
 BUSY: Final = (QueueFull, ModelNotReady, DeadlineExceeded)  # halve the window
 
 
@@ -44,13 +46,18 @@ def _closed() -> NotSent:
 
 
 class ChunkSender:
-    """`start`, any number of `send`, `close`. `on_result` is called once for each chunk, in the sender's thread."""
+    """`start`, any number of `send`, `close`. `on_result` is called once for each chunk, in the sender's thread.
+
+    So is `on_hang`, with the URL and the reason, for a server with requests in flight that has answered none of them
+    for the longest time that a request may take.
+    """
 
     def __init__(
-        self, servers: Sequence[ServerInfo], options: SendOptions, on_result: OnResult, *, seed: int | None = None
-    ) -> None:
+        self, servers: Sequence[ServerInfo], options: SendOptions, on_result: OnResult, *,
+        on_hang: OnHang = lambda url, why: None, seed: int | None = None,
+    ) -> None:  # fmt: skip
         self._on_result = on_result
-        self._delivery = _Delivery(servers, options, self._report, seed)
+        self._delivery = _Delivery(servers, options, self._report, on_hang, seed)
         self._lock = threading.Lock()
         self._inbox: list[Chunk] = []
         self._notified = False
@@ -124,11 +131,13 @@ def tokens_of(answers: Answers) -> int:
 class _Delivery:
     """The sender's work on its loop: chunks wait in a heap, are in flight to a server, or wait for a retry."""
 
-    def __init__(self, servers: Sequence[ServerInfo], options: SendOptions, report: OnResult, seed: int | None) -> None:
+    def __init__(
+        self, servers: Sequence[ServerInfo], options: SendOptions, report: OnResult, on_hang: OnHang, seed: int | None
+    ) -> None:
         self.stopped: PenstockError | None = None  # why nothing is sent any more
         self.ended = asyncio.Event()
         self._options = options
-        self._report = report
+        self._report, self._on_hang = report, on_hang
         self._endpoints = [ServerEndpoint(info, options) for info in servers]
         self._info = servers[0]  # as the others
         self._health = EndpointHealth(options, random.Random(seed), pump=self._pump, halt=self._halt)
@@ -260,6 +269,8 @@ class _Delivery:
             self._tokens.spend(spent - upload.tokens)
             if spent:
                 self._typical_tokens += (spent - self._typical_tokens) / (8 if self._typical_tokens else 1)
+        if not isinstance(error, AWAY):
+            endpoint.heard_s = now
         if error is None:
             endpoint.window.answered(sent_s, now, 0 if upload.attempts else len(upload.chunk.frames))
             endpoint.succeeded()
@@ -272,6 +283,9 @@ class _Delivery:
                 endpoint.window.refused(sent_s, now)
             else:
                 endpoint.window.lost()
+            if isinstance(error, ResponseTimeout) and endpoint.heard_s <= sent_s:
+                why = f"it has answered no request for {self._options.request_timeout_s:g} s"
+                self._on_hang(endpoint.info.url, why)
             self._fail(upload, endpoint, error)
         self._pump()
         if self._abandon is not None and not self._in_flight:

@@ -130,6 +130,7 @@ def test_the_token_is_read_from_a_file_or_the_environment(options: list[JobOptio
         ("a.mp4 --server http://a --extensions mp4,", "expected extensions"),
         ("a.mp4 --server http://a --on-damage guess", "--on-damage"),
         ("a.mp4 --server http://a --prebatch-size 0", "--prebatch-size"),
+        ("a.mp4 --engine e --ray=auto", "--engine starts a server on this machine"),
         ("--retry-failed", "name a server"),
         ("--dry-run --server http://a", "name the videos"),
     ],

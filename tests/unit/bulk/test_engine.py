@@ -13,6 +13,7 @@ import pytest
 from penstock.backoff import Backoff
 from penstock.bulk import engine as module
 from penstock.bulk.engine import Engine, EngineFailed, engine_url
+from support.pages import free_ports
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -53,6 +54,31 @@ def test_an_engine_that_dies_starts_again_and_ends_with_the_job(tmp_path: Path) 
     engine.close()
     for pid in pids(path):
         wait_for(lambda: not alive(pid))  # noqa: B023 - called here
+
+
+def test_an_engine_that_is_silent_for_too_long_is_killed_and_one_that_loads_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.05)
+    path, (port,) = tmp_path / "app.py", free_ports(1)
+    silent = f"""
+import socket
+loading = socket.socket()
+loading.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+loading.bind(("127.0.0.1", {port}))
+time.sleep(1.5)
+loading.listen(1)
+open({str(tmp_path / "listens")!r}, "w").write(str(time.monotonic()))
+time.sleep(600)
+"""
+    engine = Engine(program(path, silent) + f" --port {port}", tmp_path / "log", lambda _: None, hang_s=0.5)
+    engine.start()
+    engine.restart("http://another:8000", "it is not this one")
+    wait_for(lambda: "it has not responded for 0.5 s" in caplog.text)
+    assert (tmp_path / "listens").exists()
+    wait_for(lambda: len(pids(path)) == 2)
+    engine.close()
+    assert not any(map(alive, pids(path)))
 
 
 def alive(group: int) -> bool:

@@ -60,13 +60,17 @@ class Job:
     def __init__(
         self, *servers: FakeCaptioner, token: str | None = None, ca: str | None = None, **options: Any
     ) -> None:
+        self.hung: list[tuple[str, str]] = []
         infos = [ask(server.url, "captioner", token=token, ca=ca) for server in servers]
         self.answers: dict[int, list[str] | PenstockError] = {}
         self.twice: list[int] = []
         self.threads: set[str] = set()
         self.sent = 0
         self._done = threading.Condition()
-        self.sender = ChunkSender(infos, SendOptions(**{**QUICK, **options}), self._answered, seed=1)
+        sending = SendOptions(**{**QUICK, **options})
+        self.sender = ChunkSender(
+            infos, sending, self._answered, on_hang=lambda *found: self.hung.append(found), seed=1
+        )
         self.sender.start()
 
     def _answered(self, chunk: Chunk, outcome: list[str] | PenstockError) -> None:
@@ -478,6 +482,23 @@ def test_a_hanging_server_fails_no_chunk_but_ends_the_job_after_give_up_s(start:
     assert all(isinstance(outcome, NoServer) for outcome in job.wait().values())
     assert len(server.seen) == 3, "it gets no chunks before it answers again"
     release.set()
+
+
+def test_a_server_that_answers_some_requests_in_time_does_not_hang(start: Start, server: FakeCaptioner):
+    release = threading.Event()
+    job = start(server, request_timeout_s=0.3)
+    server.script_next(with_wait(release))
+    job.send(1)
+    wait_for(lambda: len(server.seen) == 1)
+    job.send(1)
+    assert job.all_captioned()
+    assert not job.hung
+    server.script_next(with_wait(release))
+    job.send(1)
+    wait_for(lambda: len(job.hung) == 1)
+    assert job.hung == [(server.url, "it has answered no request for 0.3 s")]
+    release.set()
+    assert job.all_captioned()
 
 
 def test_a_server_that_recovers_from_a_hang_gets_its_chunks_again(start: Start, server: FakeCaptioner):
