@@ -81,6 +81,35 @@ def test_the_frames_of_a_clip_are_one_request_and_one_row(tmp_path: Path) -> Non
     assert texts == ["[0.00 s]", "[0.28 s]", "[0.52 s]", "[0.76 s]", "From 0.00 to 1.00?"]
 
 
+def test_failed_clips_and_frames_alone_are_asked_again(tmp_path: Path) -> None:
+    make_clip(tmp_path / "a.mp4", 160)
+    bad = {25, 75}
+
+    def about(request: dict[str, Any]) -> Any:
+        numbers = [number_of(pixels(url)) for url in images_of(request)]
+        return answered("" if numbers[0] in bad else str(numbers))
+
+    for name, flags in (("frames", ["--every", "5"]), ("clips", ["--clip", "1", "--frames", "4"])):
+        where = ["a.mp4", *flags, "-o", f"{name}/c.jsonl", "--vtt", f"{name}/vtt"]
+        bad = set()
+        with ChatServer(about) as server:
+            assert caption(tmp_path, *where, "--server", server.url).returncode == 0
+        files = [tmp_path / name / "c.jsonl", tmp_path / name / "vtt" / "a.vtt"]
+        undisturbed = [file.read_bytes() for file in files]
+        bad = {25, 75}
+        with ChatServer(about) as server:
+            assert caption(tmp_path, *where, "--server", server.url, "--restart").returncode == 3
+            assert sum("error" in row for row in rows(files[0])) == 2
+            bad, before = {75}, len(server.requests)
+            assert caption(tmp_path, *where, "--server", server.url, "--retry-failed").returncode == 3
+            assert len(server.requests) - before == 2
+            bad, before = set(), len(server.requests)
+            again = caption(tmp_path, *where, "--server", server.url, "--retry-failed")
+            assert len(server.requests) - before == 1
+        assert again.returncode == 0, again.stderr
+        assert [file.read_bytes() for file in files] == undisturbed
+
+
 def test_a_folder_of_images_is_a_job_with_one_row_each(tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     folder.mkdir()

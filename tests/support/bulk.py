@@ -66,6 +66,7 @@ class FakeVideos:
         self.read.append((video.name, resume))
         count, *damaged = Path(video.path).read_text().split()
         frames = [n for n in range(0, int(count), sampling.every) if resume is None or n > resume.frame]
+        frames = [n for n in frames if plan.again is None or plan.again.asks(n)]
         self._open += 1
         self.open_at_once = max(self.open_at_once, self._open)
         try:

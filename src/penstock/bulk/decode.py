@@ -50,13 +50,18 @@ def read_chunks(
         reader = FrameReader(video.path, plan.threads, resume, plan.on_damage, *how)
     builder = _ChunkBuilder(video, plan, pool, reader.gaps)
     error: VideoError | None = None
+    again, last_clip, asked = plan.again, None, True
     try:
         with closing(reader.frames()) as frames:
             try:
                 for frame, decision, clip in _chosen(reader, frames, plan, resume):
-                    if decision == "similar":
+                    if again is not None and decision in ("take", "similar") and not (clip and clip == last_clip):
+                        last_clip, asked = clip, again.asks(frame.number)
+                    if not asked and again is not None and again.ends_before(frame.number):
+                        break
+                    if decision == "similar" and asked:
                         builder.similar.append(Sample(frame.number, frame.time_s, frame.pts))
-                    if decision != "take":
+                    if decision != "take" or not asked:
                         continue
                     if builder.differs(frame, clip):
                         yield builder.chunk()

@@ -124,18 +124,15 @@ def write_failures(path: Path, spools: Iterable[tuple[Video, Path]], folder: spo
         end = None if state is None else state.end
         if state is None or end is None or not state.is_of(video):
             continue
-        if state.failed:
-            record = FailureRecord(video.name, end.stage, end.frame, end.error, end.attempts, end.rows, end.gaps)
-            failures.append(record)
-        elif end.tally.errors:
-            tally = end.tally
-            error = f"{tally.errors} of its rows have an error, the first at frame {tally.frame}: {tally.error}"
-            record = FailureRecord(video.name, "caption", tally.frame, error, end.attempts, end.rows, end.gaps)
-            failures.append(record)
-        elif end.gaps:
-            first, lost = end.gaps[0], sum(gap.frames for gap in end.gaps)
-            error = f"is damaged at frame {first.frame}: {first.error}; {lost} of its frames cannot be decoded"
-            failures.append(FailureRecord(video.name, "decode", first.frame, error, end.attempts, end.rows, end.gaps))
+        stage, frame, error = end.stage, end.frame, end.error
+        if not state.failed and end.tally.errors:
+            stage, frame = "caption", end.tally.frame
+            error = f"{end.tally.errors} of its rows have an error, the first at frame {frame}: {end.tally.error}"
+        elif not state.failed and end.gaps:
+            stage, frame, lost = "decode", end.gaps[0].frame, sum(gap.frames for gap in end.gaps)
+            error = f"is damaged at frame {frame}: {end.gaps[0].error}; {lost} of its frames cannot be decoded"
+        if state.failed or error:
+            failures.append(FailureRecord(video.name, stage, frame, error, end.attempts, end.rows, end.gaps))
     if not failures:
         folder.remove(path)
         return False

@@ -6,7 +6,6 @@ only grows. An incomplete line and everything after it count as never written; t
 
 from __future__ import annotations
 
-import copy
 import fcntl
 import hashlib
 import os
@@ -46,13 +45,17 @@ class Tally(Struct, omit_defaults=True):
     error: str = ""
     tokens: tuple[int, int] = (0, 0)
 
-    def add(self, row: CaptionRow | _Line) -> None:
+    def add(self, row: CaptionRow) -> None:
         if row.error:
             self.errors += 1
             if self.errors == 1:
                 self.frame, self.error = row.frame, row.error
-        if row.tokens is not None:
-            self.tokens = self.tokens[0] + row.tokens[0], self.tokens[1] + row.tokens[1]
+        self.tokens = plus(self.tokens, row.tokens)
+
+
+def plus(tokens: tuple[int, int], more: tuple[int, int] | None, times: int = 1) -> tuple[int, int]:
+    """Sums of tokens; a row whose server does not count them has None."""
+    return tokens if more is None else (tokens[0] + times * more[0], tokens[1] + times * more[1])
 
 
 class SpoolEnd(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -75,23 +78,12 @@ class SpoolEnd(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
     tally: Tally = msgspec.field(default_factory=Tally)
 
 
-class _Line(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    row: int
-    frame: int
-    time: float
-    pts: int | None
-    caption: str
-    gaps: list[Gap] = []  # that became known since the row before
-    similar: int = 0  # near-duplicates without a row before it
-    carried: bool = False  # the caption is the one of the row before
-    error: str = ""
-    tokens: tuple[int, int] | None = None
-
-
-class SpoolState(Struct, frozen=True):
+class SpoolState(Struct):
     """The valid content of a spool: its video, number of rows, last position, end, size in bytes, and gaps.
 
-    `similar` counts the near-duplicates so far, and `answer` is the last row's.
+    `similar` counts the near-duplicates so far, and `answer` is the last row's. `failing` are the rows with an error by
+    number, and `before` is the last captioned frame before the first of them. A `complete` video was once read to its
+    end; `seen` is of its last end.
     """
 
     head: SpoolHead
@@ -104,20 +96,28 @@ class SpoolState(Struct, frozen=True):
     similar: int = 0
     answer: Answer = Answer()  # of the last row
     tally: Tally = msgspec.field(default_factory=Tally)
+    failing: dict[int, CaptionRow] = {}
+    before: Position | None = None
+    complete: bool = False
+    seen: int = 0
 
     def is_of(self, video: Video) -> bool:
         """Whether the video file is unchanged since its rows were made."""
         return self.head == _head_of(video)
+
+    def failed_requests(self) -> dict[int, list[CaptionRow]]:
+        """The rows with an error by the frame whose request failed: its own, and those that carry its caption."""
+        rows = sorted(self.failing.items())
+        return {line.frame: _carriers(self.failing, number) for number, line in rows if not line.carried}
 
     @property
     def failed(self) -> bool:
         return self.end is not None and self.end.end == "failed"
 
 
-_encode = msgspec.json.encode
 _decode_head = msgspec.json.Decoder(SpoolHead).decode
 _decode_end = msgspec.json.Decoder(SpoolEnd).decode
-_decode_line = msgspec.json.Decoder(_Line).decode
+_decode_row = msgspec.json.Decoder(CaptionRow).decode
 _INVALID = (msgspec.DecodeError, UnicodeDecodeError)
 
 
@@ -126,25 +126,11 @@ def _head_of(video: Video) -> SpoolHead:
 
 
 def head_line(video: Video) -> bytes:
-    return _encode(_head_of(video)) + b"\n"
+    return line_of(_head_of(video))
 
 
-def row_line(
-    number: int, row: CaptionRow, gaps: list[Gap] | None = None, similar: int = 0, *, carried: bool = False
-) -> bytes:
-    """The line of row `number` of the video, counted from 0.
-
-    `gaps` became known since the row before, and so many `similar` frames were dropped; a `carried` row is of such a
-    frame, with the caption of the row before.
-    """
-    line = _Line(
-        number, row.frame, row.time_s, row.pts, row.caption, gaps or [], similar, carried, row.error, row.tokens
-    )
-    return _encode(line) + b"\n"
-
-
-def end_line(end: SpoolEnd) -> bytes:
-    return _encode(end) + b"\n"
+def line_of(value: SpoolHead | CaptionRow | SpoolEnd) -> bytes:
+    return msgspec.json.encode(value) + b"\n"
 
 
 def append(path: Path, lines: bytes, *, overwrite: bool = False) -> None:
@@ -197,9 +183,8 @@ def read_end(path: Path) -> SpoolState | None:
     return SpoolState(head, end.rows, None, end, attempts, size, end.gaps, end.similar, tally=end.tally)
 
 
-def scan(path: Path, *, until_error: bool = False) -> SpoolState | None:
-    """The valid content, read from the beginning; None if there is none. `until_error` ends it before the first row
-    with an error. Raises SpoolError."""
+def scan(path: Path) -> SpoolState | None:
+    """The valid content, read from the beginning; None if there is none. Raises SpoolError."""
     try:
         with path.open("rb") as file:
             first = file.readline(TAIL_BYTES)
@@ -207,66 +192,111 @@ def scan(path: Path, *, until_error: bool = False) -> SpoolState | None:
                 return None
             state = SpoolState(_decode_head(first), bytes=len(first))
             for line in file:
-                if (extended := _with_line(state, line)) is None:
+                if not (line.endswith(b"\n") and (_add_row(state, line) or _add_end(state, line))):
                     break
-                if until_error and extended.tally.errors:
-                    break
-                state = extended
-            return state
+                state.bytes += len(line)
     except (FileNotFoundError, *_INVALID):
         return None
     except OSError as e:
         raise SpoolError(f"cannot read {path}: {e.strerror}") from e
+    tokens, state.tally = state.tally.tokens, Tally()
+    for _, row in sorted(state.failing.items()):
+        state.tally.add(row)
+    state.tally.tokens = tokens
+    return state
 
 
-def _with_line(state: SpoolState, line: bytes) -> SpoolState | None:
-    """The state after one more line; None if the line is invalid."""
-    if not line.endswith(b"\n"):
-        return None
-    size = state.bytes + len(line)
+def _add_row(state: SpoolState, line: bytes) -> bool:
+    """Whether a line is the next valid one and a row, which it adds."""
     try:
-        row = _decode_line(line)
+        row = _decode_row(line)
     except _INVALID:
-        pass
+        return False
+    last = state.last
+    if row.row < state.rows:
+        old = state.failing.get(row.row)
+        if old is None or old.frame != row.frame:
+            return False
+        state.tally.tokens = plus(state.tally.tokens, old.tokens, -1)
+        for failed in _carriers(state.failing, row.row):
+            del state.failing[failed.row]
+            if row.error:
+                state.failing[failed.row] = with_answer(failed, row)
+        newest = last is not None and row.frame == last.frame
     else:
-        last = state.last
-        if row.row != state.rows or (last is not None and row.frame <= max(last.frame, last.carried_to)):
-            return None
+        if row.row > state.rows or (last is not None and row.frame <= max(last.frame, last.carried_to)):
+            return False
+        if row.error and not state.failing:
+            state.before = last
+        if row.error:
+            state.failing[row.row] = row
         if not row.carried:
-            last = Position(row.frame, row.pts, 1 + (last.taken if last else 0))
+            state.last = Position(row.frame, row.pts, 1 + (last.taken if last else 0))
         elif last is not None:
-            last = replace(last, carried_to=row.frame)
-        gaps = state.gaps + row.gaps if row.gaps else state.gaps
-        similar = state.similar + row.similar + row.carried
-        tally = state.tally
-        if row.error or row.tokens:
-            tally = copy.copy(tally)
-            tally.add(row)
-        answer = Answer(row.caption, row.error)
-        return SpoolState(state.head, row.row + 1, last, None, state.attempts, size, gaps, similar, answer, tally)
+            state.last = replace(last, carried_to=row.frame)
+        state.rows += 1
+        state.gaps += row.gaps
+        state.similar += row.similar + row.carried
+        newest = True
+    state.tally.tokens = plus(state.tally.tokens, row.tokens)
+    state.answer = Answer(row.caption, row.error) if newest else state.answer
+    state.end = None
+    return True
+
+
+def _carriers(failing: dict[int, CaptionRow], number: int) -> list[CaptionRow]:
+    """A row with an error and those that carry its caption."""
+    found = [failing[number]]
+    while (follower := failing.get(number + len(found))) is not None and follower.carried:
+        found.append(follower)
+    return found
+
+
+def _add_end(state: SpoolState, line: bytes) -> bool:
+    """Whether a line is valid and an end, which it adds."""
     try:
         end = _decode_end(line)
     except _INVALID:
-        return None
+        return False
     if end.rows != state.rows:
-        return None
-    attempts = end.attempts if end.end == "failed" else state.attempts
-    return SpoolState(
-        state.head, state.rows, state.last, end, attempts, size, end.gaps, end.similar, state.answer, state.tally
-    )
+        return False
+    state.end, state.gaps, state.similar, state.seen = end, end.gaps, end.similar, end.seen
+    state.attempts = end.attempts if state.failed else state.attempts
+    state.complete = state.complete or not state.failed
+    return True
 
 
 def rows(path: Path) -> Iterator[CaptionRow]:
     """The rows of a spool whose video has ended. Raises SpoolError."""
     try:
-        with path.open("rb") as file:
-            file.readline()
-            for line in file:
-                if line.startswith(b'{"row":'):
-                    found = _decode_line(line)
-                    yield CaptionRow(found.frame, found.time, found.pts, found.caption, found.error, found.tokens)
+        count, later = 0, dict[int, CaptionRow]()  # those that replace others
+        for row in _rows(path):
+            if row.row == count:
+                count += 1
+            else:
+                later[row.row] = row
+        count, shown = 0, None  # the row whose caption is carried, if it replaces another
+        for row in _rows(path):
+            if row.row == count:
+                count += 1
+                shown = shown if row.carried else later.get(row.row)
+                yield row if shown is None else with_answer(row, shown)
     except (OSError, *_INVALID) as e:
         raise SpoolError(f"cannot read {path}: {e}; start again with --restart") from e
+
+
+def _rows(path: Path) -> Iterator[CaptionRow]:
+    with path.open("rb") as file:
+        file.readline()
+        for line in file:
+            if not line.startswith(b'{"end":'):
+                yield _decode_row(line)
+
+
+def with_answer(row: CaptionRow, of: CaptionRow | Answer) -> CaptionRow:
+    """The row with another answer, whose tokens count once if it is carried."""
+    tokens = None if row.carried else of.tokens
+    return replace(row, caption=of.caption, error=of.error, tokens=tokens)
 
 
 # ---- the work folder

@@ -5,6 +5,7 @@ each spool with new rows is written and synced once.
 """
 
 import copy
+import itertools
 import logging
 import queue
 import threading
@@ -15,13 +16,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from penstock.bulk import spool
 from penstock.bulk.decode import BlockPool
 from penstock.bulk.endpoints import ENDS_THE_JOB, NOT_THE_VIDEOS_FAULT
 from penstock.bulk.options import ROUND, JobPlan
 from penstock.bulk.sender import ChunkSender
-from penstock.bulk.spool import SpoolEnd, SpoolState, Tally
+from penstock.bulk.spool import SpoolEnd, SpoolState, Tally, plus
 from penstock.bulk.types import (
+    Again,
     Answer,
     CaptionRow,
     Chunk,
@@ -60,8 +64,12 @@ class JobListener(Protocol):
 class VideoTask:
     """One video in this run. Its fields belong to the writer; decoders read `ended`."""
 
-    def __init__(self, video: Video, path: Path, state: SpoolState | None) -> None:
+    def __init__(
+        self, video: Video, path: Path, state: SpoolState | None, again: dict[int, list[CaptionRow]] | None = None
+    ) -> None:
+        """`again` are rows whose requests are repeated, by their frame."""
         self.video = video
+        self.again = again or {}
         self.path = path
         self.rows = state.rows if state else 0
         self.attempts = state.attempts if state else 0
@@ -71,7 +79,12 @@ class VideoTask:
         self.gaps = list(state.gaps) if state else []
         self.similar = state.similar if state else 0
         self.answer = state.answer if state else Answer()  # of the last row
+        self.seen = state.seen if state else 0
         self.tally = copy.copy(state.tally) if state else Tally()
+        if again:
+            self.tally = Tally(tokens=self.tally.tokens)
+            for first, *_ in again.values():
+                self.tally.tokens = plus(self.tally.tokens, first.tokens, -1)
         self.read: ReadResult | None = None
         self.end: SpoolEnd | None = None
         self.lines: list[bytes] = []  # to be committed with the current group
@@ -92,14 +105,25 @@ class VideoTask:
 
     def add_row(self, sample: Sample, gaps: Sequence[Gap] = (), similar: int = 0, *, carried: bool = False) -> None:
         """Adds a row with the last caption."""
-        answer = self.answer
-        tokens = None if carried else answer.tokens
-        row = CaptionRow(sample.frame, round(sample.time_s, 6), sample.pts, answer.caption, answer.error, tokens)
-        if row.error or tokens is not None:
+        answer, tokens = self.answer, None if carried else self.answer.tokens
+        row = CaptionRow(
+            sample.frame, round(sample.time_s, 6), sample.pts, answer.caption, answer.error, tokens, self.rows, [*gaps],
+            similar, carried,
+        )  # fmt: skip
+        self._add(row, write=True)
+        self.rows += 1
+
+    def replace_rows(self, rows: list[CaptionRow]) -> None:
+        """Replaces rows by the last caption: one whose request was repeated, and those that carry its caption."""
+        for row in rows:
+            self._add(replace(spool.with_answer(row, self.answer), gaps=[], similar=0), write=not row.carried)
+
+    def _add(self, row: CaptionRow, *, write: bool) -> None:
+        if row.error or row.tokens is not None:
             self.tally.add(row)
             self.new_errors += [row.error] if row.error else []
-        self.lines.append(spool.row_line(self.rows, row, list(gaps), similar, carried=carried))
-        self.rows += 1
+        if write:
+            self.lines.append(spool.line_of(row))
         self.new_rows += 1
 
     def add_gaps(self, found: list[Gap]) -> list[Gap]:
@@ -210,7 +234,11 @@ class CaptionWriter:
         for sample, answer in zip(chunk.captioned, result, strict=True):
             before = [found for found in chunk.similar if last < found.frame < sample.frame]
             dropped, last = task.add_similar(before, carry=self._carry), sample.frame
-            task.answer = answer if isinstance(answer, Answer) else Answer(answer)
+            before_it, task.answer = task.answer, answer if isinstance(answer, Answer) else Answer(answer)
+            if (rows := task.again.pop(sample.frame, None)) is not None:
+                task.replace_rows(rows)
+                task.answer = task.answer if rows[-1].row == task.rows - 1 else before_it
+                continue
             task.add_row(sample, gaps, dropped)
             gaps = []
 
@@ -233,7 +261,8 @@ class CaptionWriter:
         if self._carry or read.error is None:  # otherwise the next attempt finds them again
             task.add_similar(read.similar, carry=self._carry)
         if read.error is None:
-            end = SpoolEnd("complete", task.rows, read.seen, gaps=task.gaps, similar=task.similar, tally=task.tally)
+            seen = max(read.seen, task.seen)
+            end = SpoolEnd("complete", task.rows, seen, gaps=task.gaps, similar=task.similar, tally=task.tally)
             self._end(task, end)
         else:
             stage = getattr(read.error, "stage", "decode")
@@ -241,7 +270,7 @@ class CaptionWriter:
         return task
 
     def _fail(self, task: VideoTask, stage: str, frame: int | None, error: PenstockError) -> None:
-        seen = task.read.seen if task.read else 0
+        seen = max(task.seen, task.read.seen if task.read else 0)
         attempts = task.attempts + 1
         end = SpoolEnd(
             "failed", task.rows, seen, attempts, stage, frame, error.message, task.gaps, task.similar, task.tally
@@ -249,10 +278,12 @@ class CaptionWriter:
         self._end(task, end)
 
     def _end(self, task: VideoTask, end: SpoolEnd) -> None:
+        for row in itertools.chain(*task.again.values()):  # which still have an error
+            task.tally.add(row)
         for chunk, _ in task.waiting.values():
             self._forget(chunk)
         task.waiting.clear()
-        task.lines.append(spool.end_line(end))
+        task.lines.append(spool.line_of(end))
         task.end = end
 
     def _commit(self, tasks: list[VideoTask]) -> None:
@@ -311,7 +342,7 @@ class DecoderThreads:
         *,
         retry: bool = False,
     ) -> None:
-        """`retry` begins each video again at its first row with an error."""
+        """`retry` repeats the requests of rows with an error."""
         self._videos, self._retry = deque(videos), retry
         self._spool_path, self._plan, self._read_chunks = spool_path, plan, read_chunks
         self._writer, self._listener = writer, listener
@@ -359,20 +390,26 @@ class DecoderThreads:
 
     def _read_video(self, video: Video) -> None:
         path = self._spool_path(video)
-        state = spool.scan(path, until_error=self._retry)
+        state = spool.scan(path)
         if state is not None and not state.is_of(video):
             _logger.warning("video=%s changed since a part of it was captioned: it begins anew", video.name)
             state = None
-        task = VideoTask(video, path, state)
-        self._listener.resumed(video, task.rows)
+        again = state.failed_requests() if self._retry and state is not None else {}
+        plan, resume = self._plan, state.last if state else None
+        if state is not None and state.last is not None and (again or state.complete):
+            known_to = None if state.complete else max(state.last.frame, state.last.carried_to)
+            plan = replace(plan, again=Again(frozenset(again), known_to))
+            resume = state.before if again else resume
+        task = VideoTask(video, path, state, again)
+        self._listener.resumed(video, task.rows - sum(map(len, again.values())))
         self._writer.begin(task)
-        result = self._send_all(task, state.last if state else None)
+        result = self._send_all(task, plan, resume)
         if result is not None:
             self._writer.video_read(task, result)
 
-    def _send_all(self, task: VideoTask, resume: Position | None) -> ReadResult | None:
+    def _send_all(self, task: VideoTask, plan: JobPlan, resume: Position | None) -> ReadResult | None:
         """How reading ended; None if the rest is no longer needed."""
-        chunks = self._read_chunks(task.video, self._plan, self.pool, resume)
+        chunks = self._read_chunks(task.video, plan, self.pool, resume)
         sent = 0
         with closing(chunks):
             while not (task.ended or self.stop.is_set()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+import msgspec
 from msgspec import Struct
 
 from penstock.errors import PenstockError
@@ -64,10 +65,34 @@ class Pixels(Struct, frozen=True):
     decoder: Decoder = "pyav"
 
 
+class Again(Struct, frozen=True):
+    """What another attempt at a video captions: `frames`, whose rows have an error, and all after `known_to`.
+
+    With None, the video was read to its end before.
+    """
+
+    frames: frozenset[int]
+    known_to: int | None
+
+    def asks(self, frame: int) -> bool:
+        """Whether a frame is among them."""
+        return frame in self.frames or (self.known_to is not None and frame > self.known_to)
+
+    def ends_before(self, frame: int) -> bool:
+        """Whether none of them is at a frame or after it."""
+        return self.known_to is None and frame > max(self.frames, default=-1)
+
+    def without(self, done: Sequence[Sample]) -> Again:
+        """What is left after some of them, in order."""
+        last = None if self.known_to is None else max(self.known_to, done[-1].frame)
+        return Again(self.frames - {sample.frame for sample in done}, last)
+
+
 class ReadPlan(Struct, frozen=True, kw_only=True):
     """How a video is read: which frames, as which pixels, how many in a chunk, by how many threads.
 
-    With `by_clip`, a chunk has the frames of one clip, at most `chunk_size`, and gets one caption.
+    With `by_clip`, a chunk has the frames of one clip, at most `chunk_size`, and gets one caption. `again` leaves out
+    what an earlier attempt captioned.
     """
 
     sampling: Sampling = Sampling()
@@ -76,6 +101,7 @@ class ReadPlan(Struct, frozen=True, kw_only=True):
     threads: int = 1
     on_damage: OnDamage = "skip"
     by_clip: bool = False
+    again: Again | None = None
 
 
 class Video(Struct, frozen=True):
@@ -124,16 +150,24 @@ class Gap(Struct, frozen=True, omit_defaults=True):
         return self.frame <= other.frame < self.frame + max(1, self.frames)
 
 
-class CaptionRow(Struct, frozen=True):
+class CaptionRow(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One caption, or the `error` in its place. `time_s` counts from the video's first frame; `pts` is in units of its
-    stream; `tokens` counts the prompt's and the completion's tokens, if the server does."""
+    stream; `tokens` counts the prompt's and the completion's tokens, if the server does.
+
+    Rows are numbered from 0. `gaps` became known since the row before, and so many `similar` frames were dropped; a
+    `carried` row is of such a frame, with the caption of the row before.
+    """
 
     frame: int
-    time_s: float
+    time_s: float = msgspec.field(name="time")
     pts: int | None
     caption: str
     error: str = ""
     tokens: tuple[int, int] | None = None
+    row: int = 0
+    gaps: list[Gap] = []
+    similar: int = 0
+    carried: bool = False
 
 
 class Answer(Struct, frozen=True):

@@ -114,7 +114,10 @@ class RayCaptions:
                     found.chunk.number, lost = chunks, 0
                     chunks += 1
                     pause.reset()
-                    resume = _after(found.chunk, resume)
+                    if plan.again is None:
+                        resume = _after(found.chunk, resume)
+                    else:
+                        plan = structs.replace(plan, again=plan.again.without(found.chunk.captioned))
                     with self._lock:
                         self._results[video.name, found.chunk.number] = found
                     yield found.chunk

@@ -20,7 +20,7 @@ from penstock.bulk.decode import BlockPool, LastHash, read_chunks
 from penstock.bulk.frames import FrameReader
 from penstock.bulk.job import BulkJob, JobParts
 from penstock.bulk.progress import JobSummary
-from penstock.bulk.types import Chunk, Pixels, Position, ReadPlan, Sampling, Video
+from penstock.bulk.types import Answer, Chunk, Pixels, Position, ReadPlan, Sampling, Video
 from penstock.bulk.video import probe
 from penstock.errors import ConfigError
 from support.bulk import FakeSender, RecordingReporter, job_options, server_info
@@ -36,13 +36,15 @@ def shown(chunk: Chunk) -> list[str]:
     return [f"shows {number_of(pixels)}" for pixels in chunk.pixels]
 
 
-def run(folder: Path, clip: Path, sampling: Sampling, **changed: Any) -> JobSummary:
+def run(
+    folder: Path, clip: Path, sampling: Sampling, answer: Callable[[Chunk], Any] = shown, **changed: Any
+) -> JobSummary:
     """A whole job with real decoders and a server that reads the numbers."""
     parts = JobParts(
         ask=lambda *_, **__: server_info(height=SIDE, width=SIDE),
         read_chunks=read_chunks,
         probe=probe,
-        sender=lambda servers, options, answered: FakeSender(answered, shown),  # type: ignore[arg-type, return-value]
+        sender=lambda servers, options, answered: FakeSender(answered, answer),
     )
     options = job_options(folder, clip, sampling=sampling, memory_bytes=1 << 20, **changed)
     return BulkJob(options, RecordingReporter(), parts).run()
@@ -179,6 +181,7 @@ def test_a_clip_that_does_not_fit_into_memory_fails_its_video(clip: Path) -> Non
 
 
 MODES = {
+    "every frame": Sampling(),
     "clips": Sampling(fps=4.0, clip_frames=2),
     "near-duplicates": NEAR_DUPLICATES,
     "carried": Sampling(dedupe=1, carry=True),
@@ -227,6 +230,45 @@ def test_a_job_killed_at_any_byte_writes_the_same_output(
     assert summary.similar == similar
 
 
+@pytest.mark.parametrize("mode", MODES)
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(bad=st.sets(st.integers(0, COUNT - 1)), again=st.sets(st.integers(0, COUNT - 1)), share=st.floats(0, 1))
+def test_rows_with_an_error_alone_are_asked_again_whatever_interrupts_it(
+    tmp_path: Path, clip: Path, uninterrupted: Any, mode: str, bad: set[int], again: set[int], share: float
+) -> None:
+    output, _, similar = uninterrupted(mode)
+    asked: list[int] = []
+
+    def answer(chunk: Chunk) -> list[Answer]:
+        asked.extend(chunk.frames)
+        captions = zip(chunk.frames, shown(chunk), strict=True)
+        return [Answer(error="no") if frame in bad else Answer(text) for frame, text in captions]
+
+    def attempt(failing: set[int], **flags: Any) -> JobSummary:
+        nonlocal bad
+        bad = failing
+        asked.clear()
+        return run(tmp_path, clip, MODES[mode], answer, **flags)
+
+    first = attempt(bad, restart=True)
+    captioned, failing = set(asked), bad & set(asked)
+    before = spool_of(tmp_path).stat().st_size
+    second = attempt(bad & again, retry_failed=True)
+    assert sorted(asked) == sorted(failing)
+    assert bool(second.errors) == bool(captioned & bad)
+    assert (second.frames, second.seen, second.similar) == (first.frames, first.seen, similar)
+    whole = spool_of(tmp_path).read_bytes()
+    spool_of(tmp_path).write_bytes(whole[: before + round(share * (len(whole) - before))])
+    attempt(set())
+    assert not asked
+    last = attempt(set(), retry_failed=True)
+    assert (last.errors, last.similar, last.seen) == (0, similar, first.seen)
+    assert set(asked) <= failing
+    assert (tmp_path / "captions.jsonl").read_bytes() == output
+
+
 def test_a_failed_video_goes_on_after_carried_captions(tmp_path: Path, clip: Path, uninterrupted: Any) -> None:
     output, whole, _ = uninterrupted("carried")
     run(tmp_path, clip, MODES["carried"], restart=True)
@@ -234,7 +276,7 @@ def test_a_failed_video_goes_on_after_carried_captions(tmp_path: Path, clip: Pat
     lines = whole.splitlines(keepends=True)
     place = next(n for n in range(2, len(lines)) if b'"carried"' in lines[n] and b'"carried"' in lines[n + 1])
     failed = spool.SpoolEnd("failed", place, place, 1, "send", place, "no", [], similar=place - 1)
-    spool_of(tmp_path).write_bytes(b"".join(lines[: place + 1]) + spool.end_line(failed))
+    spool_of(tmp_path).write_bytes(b"".join(lines[: place + 1]) + spool.line_of(failed))
     summary = run(tmp_path, clip, MODES["carried"], retry_failed=True)
     assert (tmp_path / "captions.jsonl").read_bytes() == output
     assert summary.exit_code == 0

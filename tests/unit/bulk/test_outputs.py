@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from penstock.bulk import outputs, spool
 from penstock.bulk.outputs import OutputError, OutputPaths, cue_text, subtitle_names, write_failures
@@ -23,9 +24,9 @@ CAPTIONS = ["a dog", "a dog", 'a "cat", and\ta <b>dog</b> & co --> there', "", "
 def spooled(folder: Path, name: str, rows: list[CaptionRow], seen: int = 0, end: bool = True) -> tuple[Video, Path]:
     video = Video(name, name, 1, 2)
     path = folder / f"{abs(hash(name))}.spool"
-    lines = [spool.head_line(video), *(spool.row_line(n, row) for n, row in enumerate(rows))]
+    lines = [spool.head_line(video), *(spool.line_of(replace(row, row=n)) for n, row in enumerate(rows))]
     spool.append(
-        path, b"".join(lines + ([spool.end_line(SpoolEnd("complete", len(rows), seen))] if end else [])), overwrite=True
+        path, b"".join(lines + ([spool.line_of(SpoolEnd("complete", len(rows), seen))] if end else [])), overwrite=True
     )
     return video, path
 
@@ -217,8 +218,8 @@ def test_failures_are_listed_in_order_and_an_old_list_is_removed(tmp_path: Path)
     end = SpoolEnd("failed", 1, 5, 2, "decode", 5, "broken")
     for video, path in spools[:3]:
         of = video if video.name != "changed" else Video("changed", "changed", 9, 9)
-        row = spool.row_line(0, CaptionRow(0, 0.0, None, "x"))
-        spool.append(path, spool.head_line(of) + row + spool.end_line(end), overwrite=True)
+        row = spool.line_of(CaptionRow(0, 0.0, None, "x"))
+        spool.append(path, spool.head_line(of) + row + spool.line_of(end), overwrite=True)
     path, folder, other = tmp_path / "failures.jsonl", WorkFolder(tmp_path / "a.work"), WorkFolder(tmp_path / "b.work")
     assert write_failures(path, spools, folder)
     listed = [json.loads(line) for line in path.read_text().splitlines()]
@@ -238,6 +239,6 @@ def test_failures_are_listed_in_order_and_an_old_list_is_removed(tmp_path: Path)
 def test_a_failures_list_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     failed = spooled(tmp_path, "a", [], end=False)
-    spool.append(failed[1], spool.end_line(SpoolEnd("failed", 0)))
+    spool.append(failed[1], spool.line_of(SpoolEnd("failed", 0)))
     with pytest.raises(OutputError, match="cannot write"):
         write_failures(tmp_path / "file" / "failures.jsonl", [failed], WorkFolder(tmp_path / "a.work"))

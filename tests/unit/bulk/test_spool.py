@@ -30,12 +30,13 @@ CAPTIONS = ["a dog", "zwei Hunde – ünd 狗", 'a "quote"\nand a line', "", "\u
 
 
 def row(number: int) -> CaptionRow:
-    return CaptionRow(number * 3, number * 0.1, None if number == 2 else number * 300, CAPTIONS[number % len(CAPTIONS)])
+    pts = None if number == 2 else number * 300
+    return CaptionRow(number * 3, number * 0.1, pts, CAPTIONS[number % len(CAPTIONS)], row=number)
 
 
 def lines(rows: int, end: SpoolEnd | None = None) -> bytes:
     head = [spool.head_line(VIDEO)]
-    return b"".join(head + [spool.row_line(n, row(n)) for n in range(rows)] + ([spool.end_line(end)] if end else []))
+    return b"".join(head + [spool.line_of(row(n)) for n in range(rows)] + ([spool.line_of(end)] if end else []))
 
 
 def written(folder: Path, data: bytes) -> Path:
@@ -66,8 +67,8 @@ def test_a_spool_truncated_anywhere_continues_to_the_same_bytes(tmp_path: Path, 
         spool.append(path, whole, overwrite=True)
     else:
         spool.truncate(path, found.bytes)
-        rest = [spool.row_line(n, row(n)) for n in range(found.rows, 6)]
-        end = [spool.end_line(SpoolEnd("complete", 6, 18))] if found.end is None else []
+        rest = [spool.line_of(row(n)) for n in range(found.rows, 6)]
+        end = [spool.line_of(SpoolEnd("complete", 6, 18))] if found.end is None else []
         spool.append(path, b"".join(rest + end))
         if found.rows and found.end is None:
             assert found.last == Position(row(found.rows - 1).frame, row(found.rows - 1).pts, found.rows)
@@ -77,9 +78,9 @@ def test_a_spool_truncated_anywhere_continues_to_the_same_bytes(tmp_path: Path, 
 @pytest.mark.parametrize(
     "line",
     [
-        spool.row_line(4, row(4)),  # a gap
-        spool.row_line(2, row(2)),  # a repeat
-        spool.row_line(3, CaptionRow(6, 0.1, None, "x")),  # an earlier frame
+        spool.line_of(row(4)),  # a gap
+        spool.line_of(row(2)),  # a repeat
+        spool.line_of(CaptionRow(6, 0.1, None, "x", row=3)),  # an earlier frame
         b'{"row":3,"frame":9,"time":0.3,"pts":null,"capt\n',
         b'{"row":3,"frame":9,"time":0.3,"pts":null,"caption":"x","more":1}\n',
         b'{"row":"3","frame":9,"time":0.3,"pts":null,"caption":"x"}\n',
@@ -87,12 +88,12 @@ def test_a_spool_truncated_anywhere_continues_to_the_same_bytes(tmp_path: Path, 
         b'{"end":"perhaps","rows":3}\n',
         b"\0" * 100 + b"\n",
         b"\xff\xfe\n",
-        spool.row_line(3, row(3))[:-1],
+        spool.line_of(row(3))[:-1],
     ],
 )
 def test_an_invalid_line_and_all_after_it_count_as_never_written(tmp_path: Path, line: bytes) -> None:
     good = lines(3)
-    path = written(tmp_path, good + line + spool.row_line(3, row(3)))
+    path = written(tmp_path, good + line + spool.line_of(row(3)))
     found = spool.scan(path)
     assert found is not None
     assert (found.rows, found.bytes, found.end) == (3, len(good), None)
@@ -125,11 +126,11 @@ def test_read_end_returns_the_end_of_a_finished_video(tmp_path: Path) -> None:
 
 
 def test_rows_after_a_failed_end_belong_to_another_attempt(tmp_path: Path) -> None:
-    data = lines(2, SpoolEnd("failed", 2, 6, 3, "send", 6, "away")) + spool.row_line(2, row(2))
+    data = lines(2, SpoolEnd("failed", 2, 6, 3, "send", 6, "away")) + spool.line_of(row(2))
     found = spool.scan(written(tmp_path, data))
     assert found is not None
     assert (found.rows, found.end, found.attempts) == (3, None, 3)
-    again = data + spool.end_line(SpoolEnd("complete", 3, 9))
+    again = data + spool.line_of(SpoolEnd("complete", 3, 9))
     assert len(list(spool.rows(written(tmp_path, again)))) == 3
 
 
