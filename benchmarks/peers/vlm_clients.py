@@ -1,4 +1,7 @@
-"""Two other clients for a folder of images: `vlm_clients.py plain|saturate|saturate-by-default URL FOLDER`."""
+"""Two other clients for a folder of images: `vlm_clients.py KIND URL FOLDER`.
+
+KIND is plain, saturate, saturate-by-default, or saturate-as-is, which sends the files without scaling them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import base64
 import io
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +31,13 @@ def data_url(file: Path) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
 
 
-def body(file: Path) -> dict[str, Any]:
-    content = [{"type": "image_url", "image_url": {"url": data_url(file)}}, {"type": "text", "text": PROMPT}]
+def body(file: Path, url_of: Callable[[Path], str] = data_url) -> dict[str, Any]:
+    content = [{"type": "image_url", "image_url": {"url": url_of(file)}}, {"type": "text", "text": PROMPT}]
     return {"model": "stand-in-vl", "messages": [{"role": "user", "content": content}], "max_tokens": 128}
+
+
+def as_is(file: Path) -> str:
+    return "data:image/jpeg;base64," + base64.b64encode(file.read_bytes()).decode()
 
 
 async def plain(url: str, files: list[Path]) -> list[str]:
@@ -45,12 +53,12 @@ async def plain(url: str, files: list[Path]) -> list[str]:
     return await asyncio.gather(*map(caption, files))
 
 
-def saturate(url: str, files: list[Path], workers: int) -> None:
+def saturate(url: str, files: list[Path], workers: int, url_of: Callable[[Path], str] = data_url) -> None:
     from saturate import pump
 
     pump(
         ({"id": file.name, "path": str(file)} for file in files),
-        to_request=lambda row: body(Path(row["path"])),
+        to_request=lambda row: body(Path(row["path"]), url_of),
         parse=lambda row, answer: {"caption": answer["choices"][0]["message"]["content"]},
         endpoint=f"{url}/v1",
         output="captions",
@@ -64,5 +72,7 @@ if __name__ == "__main__":
     images = sorted(Path(folder).iterdir())
     if kind == "plain":
         Path("captions.jsonl").write_text("".join(asyncio.run(plain(server, images))))
+    elif kind == "saturate-as-is":
+        saturate(server, images, 2, as_is)
     else:
         saturate(server, images, 2 if kind == "saturate" else 0)
