@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -345,6 +346,19 @@ def test_a_full_disk_at_the_end_keeps_the_captions(tmp_path: Path) -> None:
     assert "the captions are kept" in summary.stopped.message
     assert run(tmp_path, FakeParts(), source).exit_code == 0
     assert captions(tmp_path) == expected(source)
+
+
+def test_a_clock_that_jumps_changes_no_row_and_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = videos(tmp_path, 60, 30)
+    jumps = itertools.cycle((0.0, 4e9, 1e9, 1.7e9))
+    monkeypatch.setattr(time, "time", lambda: next(jumps))
+    reporter = RecordingReporter()
+    slow = FakeParts(lambda chunk: time.sleep(0.01))
+    summary = BulkJob(job_options(tmp_path, source), reporter, slow.parts()).run()
+    monkeypatch.undo()
+    assert captions(tmp_path) == expected(source)
+    assert 0 < summary.seconds < 30
+    assert all(0 <= now.elapsed_s < 30 and now.frames_per_s >= 0 for now in reporter.shown)
 
 
 def test_single_mode_waits_for_a_round_before_decoding_the_next(tmp_path: Path) -> None:

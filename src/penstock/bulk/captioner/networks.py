@@ -105,17 +105,12 @@ ARCHITECTURES: Final[dict[str, dict[str, Any]]] = {
     "blip2-opt-2.7b": {
         "model_type": "blip-2",
         "text_config": {
-            "model_type": "opt",
-            "vocab_size": 50304,
-            "hidden_size": 2560,
-            "ffn_dim": 10240,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "word_embed_proj_dim": 2560,
+            "model_type": "opt", "vocab_size": 50304, "hidden_size": 2560, "ffn_dim": 10240,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "word_embed_proj_dim": 2560,
         },
         "image_token_index": 50265,
     }
-}
+}  # fmt: skip
 
 
 class NetworkOptions(Struct, frozen=True, kw_only=True):
