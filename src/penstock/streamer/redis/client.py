@@ -101,9 +101,8 @@ class RequestSender:
         arguments = self._arguments(groups)
         while True:
             try:
-                length, oldest_ms, *results = await self._connection.run(
-                    protocol.SUBMIT, (self._queue, self._sent), arguments
-                )
+                keys = self._queue, self._sent
+                length, oldest_ms, known, *results = await self._connection.run(protocol.SUBMIT, keys, arguments)
                 break
             except PenstockError as e:
                 if type(e) is not BrokerUnavailable or not await self.wait_to_reconnect():
@@ -113,6 +112,8 @@ class RequestSender:
                 if not any(entry.number in self._requests.entries for group in groups for entry in group):
                     return
         self.queue_length = length
+        if not known and self._submissions > 1:  # it was flushed: a look at the session would now find this submission
+            self._connects, self.check_session = -1, True
         for group, result in zip(groups, results, strict=True):
             if isinstance(result, int):
                 self._requests.counts["refused"] += result

@@ -168,9 +168,9 @@ class Script:
 
 SUBMIT = Script("""
 -- queue, sent | submission, seconds, most entries, then for each call: number of entries, and header and payload of
--- each. Returns {queue length before, milliseconds for which the oldest entry has been in the queue if it is full, for
--- each call: its ids, or the number of entries refused, ...}. A repeated submission, whose reply was lost, returns its
--- first result.
+-- each. Returns {queue length before, milliseconds for which the oldest entry has been in the queue if it is full, 1 if
+-- the broker knew the client, for each call: its ids, or the number of entries refused, ...}. A repeated submission,
+-- whose reply was lost, returns its first result.
 local last = redis.call('GET', KEYS[2])
 if last then
   local sent = cjson.decode(last)
@@ -178,7 +178,7 @@ if last then
 end
 local length = redis.call('XLEN', KEYS[1])
 local free = tonumber(ARGV[3]) - length
-local result = {length, 0}
+local result = {length, 0, last and 1 or 0}
 local i = 4
 while i <= #ARGV do
   local n = tonumber(ARGV[i])

@@ -158,6 +158,19 @@ async def test_requests_that_a_broker_lost_are_sent_again(work, asker, redis_ser
     assert client.client.statistics("m")["resent"] == 20
 
 
+async def test_requests_that_a_broker_lost_are_sent_again_while_others_are_submitted(
+    work, asker, redis_server, until, monkeypatch
+):
+    monkeypatch.setattr(client_module, "SESSION_CHECK_S", 0.1)
+    client = asker()
+    lost = client.put(1)
+    await until(lambda: client.client._sender._connects)  # it has looked at the session
+    redis_server.ask.flushall()
+    later = client.put(2)  # by which the broker knows the client again
+    await work(double)
+    assert [(await answer).body for answer in (lost, later)] == [2, 4]
+
+
 async def test_a_submission_whose_reply_was_lost_is_not_added_twice(work, asker, redis_server, until, monkeypatch):
     client = asker()
     run = RedisConnection.run
