@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from typing import Any
 
 import msgspec
@@ -16,11 +17,16 @@ from penstock.core.columns import MOST_PLANS
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.python_model import PythonModel
 from penstock.core.worker.tensor_model import ANY_ROWS, Arrays, Input, ProgramSettings, TensorModel
+from penstock.serving.protocols import oip_protobuf
 from penstock.serving.protocols.oip_grpc import encode_infer
 from penstock.serving.protocols.oip_messages import encode_request
+from penstock.serving.protocols.oip_protobuf import open_inference, set_parameters
+from penstock.serving.protocols.oip_tensors import to_bytes
 from penstock.types import DTYPES, BatchPart, Item, TensorSpec
 
 INPUTS = (("x", "FP32", (3,)), ("n", "INT32", ()), ("flag", "BOOL", (2, 2)))
+WIDE = (("d", "FP64", (2,)), ("x", "FP32", (3,)), ("u", "UINT64", ()), ("b", "BF16", (2,)))
+TYPED = {"FP32": "fp32_contents", "FP64": "fp64_contents", "INT32": "int_contents", "BOOL": "bool_contents"}
 
 
 class Halving:
@@ -52,6 +58,36 @@ class Program:
     def run(self, arrays: Arrays) -> Arrays:
         total = arrays["x"] + arrays["n"][:, None]
         return {"sum": np.asfortranarray(total), "half": total[:, 0].astype("f2"), "flag": arrays["flag"]}
+
+
+class Texts:
+    """Floats in, also with texts, and both out."""
+
+    platform = "python"
+    inputs = (Input("x", "FP32", (-1, 3)), Input("text", "BYTES", (-1, 2), required=False))
+    outputs = (TensorSpec("text", "BYTES", (-1, 2)), TensorSpec("label", "BYTES", (-1,)))
+    rows = ANY_ROWS
+    unbatched = False
+
+    def run(self, arrays: Arrays) -> Arrays:
+        cells = arrays["text"].copy() if "text" in arrays else np.empty((len(arrays["x"]), 2), object)
+        for cell, row in zip(cells, arrays["x"].tolist(), strict=True):
+            cell[0] = cell[0] or f'"{row[0]}],['
+            cell[1] = {1: b"\xff", 2: "\ud800", 3: 4}.get(row[1], b"\xc3\xa9\0")
+        return {"text": cells, "label": cells[:, 0]}
+
+
+class Wide:
+    """The datatypes that JSON or typed contents treat alone, in and out."""
+
+    platform = "python"
+    inputs = tuple(Input(name, datatype, (-1, *tail), required=name in "dx") for name, datatype, tail in WIDE)
+    outputs = tuple(TensorSpec(name, datatype, (-1, *tail)) for name, datatype, tail in WIDE)
+    rows = ANY_ROWS
+    unbatched = False
+
+    def run(self, arrays: Arrays) -> Arrays:
+        return {name: array[:] for name, array in arrays.items()}
 
 
 class InPhases(Program):
@@ -100,6 +136,9 @@ def numbers(datatype: str, tail: tuple[int, ...], rows: int, values: st.DataObje
     size = int(np.prod((rows, *tail)))
     cells: Any = {
         "FP32": st.floats(width=32),
+        "BF16": st.floats(width=32),
+        "FP64": st.floats(),
+        "UINT64": st.integers(0, 2**64 - 1) | st.integers(0, 9),
         "INT32": st.integers(-(2**31), 2**31 - 1),
         "BOOL": st.booleans(),
     }[datatype]
@@ -109,7 +148,8 @@ def numbers(datatype: str, tail: tuple[int, ...], rows: int, values: st.DataObje
 
 def octets(datatype: str, tail: tuple[int, ...], rows: int, values: st.DataObject) -> bytes:
     """A binary tensor; of BOOL, every byte other than 0 is true."""
-    data = numbers(datatype, tail, rows, values).tobytes()
+    array = numbers(datatype, tail, rows, values)
+    data = bytes(to_bytes("", datatype, array))
     return data.replace(b"\1", values.draw(st.sampled_from([b"\1", b"\2", b"\xff"]))) if datatype == "BOOL" else data
 
 
@@ -120,19 +160,49 @@ def raw(values: st.DataObject) -> Item:
 
 
 def coded(values: st.DataObject, item: Item) -> Item:
-    """The item, or one whose client accepts a compressed response."""
+    """The item, or one whose client accepts a compressed response, also of events."""
     if accepted := values.draw(st.sampled_from([b"", b"", b"gzip", b"deflate", b"identity"])):
         item.codec += "_coded"
-        item.headers = [*(item.headers or ()), (b"accept-encoding", accepted)]
+        events = values.draw(st.sampled_from([[], [], [(b"accept", b"text/event-stream")]]))
+        item.headers = [*(item.headers or ()), (b"accept-encoding", accepted), *events]
     return item
 
 
-IDS = st.one_of(st.none(), st.just("7"), st.text(max_size=8))
+IDS = st.one_of(st.none(), st.just("7"), st.sampled_from(['"', 'a"b', "\\", '\\"id":"7"']), st.text(max_size=8))
 
 
 # of a request; the model takes none
 PARAMETERS: Any = st.sampled_from([{}, {}, {"x": 1}, {"x": 2}, {"id": "7"}, {"timeout": 5}, {"sequence_id": 3}])
 LISTS: Any = st.sampled_from([{}, {"list": [1, 2]}, {"shape": [[3.5]], "data": {"id": "a"}}])  # JSON only
+
+
+def spoiled(values: st.DataObject, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The inputs, or perhaps some that are refused."""
+    first, *others = inputs
+    no_rows = first | {"shape": [0, *first["shape"][1:]]}
+    refused = [
+        [first, *inputs],
+        others,
+        [first | {"name": "absent"}, *others],
+        [first | {"datatype": "INT8"}, *others],
+        [first | {"shape": [*first["shape"], 1]}, *others],
+        [no_rows, *others],
+    ]
+    return values.draw(st.sampled_from([inputs] * 12 + refused))
+
+
+def written(values: st.DataObject, request: dict[str, Any]) -> bytes:
+    """JSON with the white space and the order of keys of some client."""
+    inputs: Any = spoiled(values, request["inputs"])
+    if values.draw(st.booleans()):
+        inputs = [dict(reversed(tensor.items())) for tensor in inputs]
+    pairs = [*(request | {"inputs": inputs}).items()]
+    request = dict(pairs if values.draw(st.booleans()) else reversed(pairs))
+    indent = values.draw(st.sampled_from([None, 0, 1]))
+    separators = values.draw(st.sampled_from([(",", ":"), (", ", ": "), (" ,", " :")]))
+    return json.dumps(request, indent=indent, separators=separators, ensure_ascii=values.draw(st.booleans())).encode(
+        errors="surrogatepass"
+    )
 
 
 def binary(values: st.DataObject, rows: int) -> Item:
@@ -146,8 +216,10 @@ def binary(values: st.DataObject, rows: int) -> Item:
         id=values.draw(IDS),
         parameters=values.draw(PARAMETERS) | values.draw(LISTS),
     )
+    if values.draw(st.booleans()):
+        head = written(values, json.loads(head))
     body = b"".join([head, *buffers]) + values.draw(st.sampled_from([b"", b"", b"", b"?"]))
-    return coded(values, Item(body, "oip_binary", "application/octet-stream", rows, head_bytes=len(head)))
+    return coded(values, Item(body, "oip_binary", "application/octet-stream", max(rows, 1), head_bytes=len(head)))
 
 
 def in_json(values: st.DataObject, rows: int) -> Item:
@@ -170,12 +242,11 @@ def in_json(values: st.DataObject, rows: int) -> Item:
         )
     if (id := values.draw(IDS)) is not None:
         request = {"id": id, **request} if values.draw(st.booleans()) else {**request, "id": id}
-    body = msgspec.json.encode(request)
-    return coded(values, Item(body, "oip_json", "application/json", rows))
+    return coded(values, Item(written(values, request), "oip_json", "application/json", max(rows, 1)))
 
 
 def native(values: st.DataObject, rows: int) -> Item:
-    single = values.draw(st.booleans())
+    single = rows > 0 and values.draw(st.booleans())
     request = {}
     for name, datatype, tail in INPUTS:
         array = numbers(datatype, tail, rows, values)
@@ -186,9 +257,23 @@ def native(values: st.DataObject, rows: int) -> Item:
 
 def grpc(values: st.DataObject, rows: int) -> Item:
     inputs = [(name, datatype, (rows, *tail), octets(datatype, tail, rows, values)) for name, datatype, tail in INPUTS]
+    inputs += values.draw(st.sampled_from([[], [], [], inputs[:1]]))
     wanted = values.draw(st.sampled_from([None, ["sum"], ["absent"]]))
     body = encode_infer(("m", "", values.draw(IDS) or ""), inputs, wanted, values.draw(PARAMETERS))
-    return Item(body, "oip_grpc", "", rows)
+    return Item(body, "oip_grpc", "", max(rows, 1))
+
+
+def typed(values: st.DataObject, rows: int, inputs: Any = INPUTS) -> Item:
+    """A request with typed contents, of which those of FP32 and FP64 are their bytes."""
+    request = open_inference().message("inference.ModelInferRequest")(model_name="m", id=values.draw(IDS) or "")
+    set_parameters(request.parameters, values.draw(PARAMETERS))
+    for name, datatype, tail in inputs:
+        array = numbers(datatype, tail, max(rows - values.draw(st.sampled_from([0, 0, 0, 0, 1])), 0), values)
+        tensor = request.inputs.add(name=name, datatype=datatype, shape=[rows, *tail])
+        getattr(tensor.contents, TYPED[datatype]).extend(array.ravel().tolist())
+    for name in values.draw(st.sampled_from([(), (), ("x",), ("absent",)])):
+        request.outputs.add(name=name)
+    return Item(request.SerializeToString(), "oip_grpc", "", max(rows, 1))
 
 
 def npy(values: st.DataObject, rows: int) -> Item:
@@ -210,8 +295,8 @@ def runners() -> tuple[BatchRunner, BatchRunner, BatchRunner]:
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_columns_answer_as_rows_do(runners: tuple[BatchRunner, ...], values: st.DataObject) -> None:
-    kinds = values.draw(st.lists(st.sampled_from([binary, in_json, native, grpc]), min_size=1, max_size=6))
-    batch = [kind(values, values.draw(st.integers(1, 3))) for kind in kinds]
+    kinds = values.draw(st.lists(st.sampled_from([binary, in_json, native, grpc, typed]), min_size=1, max_size=6))
+    batch = [kind(values, values.draw(st.integers(0, 3))) for kind in kinds]
     columns, rows, phased = runners
     for _ in range(2):  # also with plans that were just learned
         assert answers(columns, batch) == answers(phased, batch) == answers(rows, batch)
@@ -256,6 +341,57 @@ def test_arrays_of_numpy_answer_as_rows_do(values: st.DataObject) -> None:
         assert answers(columns, batch) == answers(rows, batch)
 
 
+def of_wide(values: st.DataObject, rows: int) -> Item:
+    """A request for `Wide`, in JSON without BF16."""
+    kind = values.draw(st.sampled_from(["binary", "grpc", "typed", "json"]))
+    floats, wanted = WIDE[:2], values.draw(st.sampled_from([None, ["u", "b"], ["d"]]))
+    if kind == "typed":
+        return typed(values, rows, floats)
+    if kind == "json":
+        arrays = {name: numbers(datatype, tail, rows, values) for name, datatype, tail in WIDE[:3]}
+        tensors = [
+            {"name": n, "datatype": t, "shape": [rows, *tail], "data": np.nan_to_num(arrays[n]).tolist()}
+            for n, t, tail in WIDE[:3]
+        ]
+        return Item(msgspec.json.encode({"inputs": tensors}), "oip_json", "", rows)
+    inputs = [(name, datatype, (rows, *tail), octets(datatype, tail, rows, values)) for name, datatype, tail in WIDE]
+    if kind == "grpc":
+        return Item(encode_infer(("m", "", ""), inputs, wanted, {}), "oip_grpc", "", rows)
+    head, buffers = encode_request(inputs, outputs=wanted, binary_outputs=True)
+    return Item(b"".join([head, *buffers]), "oip_binary", "", rows, head_bytes=len(head))
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(st.data())
+def test_wide_datatypes_answer_as_rows_do(values: st.DataObject) -> None:
+    columns, rows = runner(True, Wide), runner(False, Wide)
+    batch = [of_wide(values, values.draw(st.integers(1, 2))) for _ in range(3)]
+    for _ in range(2):
+        assert answers(columns, batch) == answers(rows, batch)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_texts_answer_as_rows_do(values: st.DataObject) -> None:
+    columns, rows = runner(True, Texts), runner(False, Texts)
+    batch = []
+    for _ in range(3):
+        x = numbers("FP32", (3,), values.draw(st.integers(1, 2)), values)
+        x[:, 1] = values.draw(st.sampled_from([0, 0, 0, 1, 2, 3]))
+        binary = values.draw(st.sampled_from([None, True, False]))
+        if binary is None:
+            batch.append(Item(msgspec.json.encode(np.nan_to_num(x).tolist()), "native", "application/json", 1))
+            continue
+        inputs: list[Any] = [("x", "FP32", x.shape, x.tobytes())]
+        if values.draw(st.booleans()):
+            cells = values.draw(st.lists(st.binary(max_size=2), min_size=2 * len(x), max_size=2 * len(x)))
+            inputs.append(("text", "BYTES", (len(x), 2), cells))
+        head, buffers = encode_request(inputs, binary_outputs=binary, id="7")
+        batch.append(Item(b"".join([head, *buffers]), "oip_binary", "", len(x), head_bytes=len(head)))
+    for _ in range(2):
+        assert answers(columns, batch) == answers(rows, batch)
+
+
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_raw_requests_answer_as_rows_do(values: st.DataObject) -> None:
@@ -288,6 +424,27 @@ def test_requests_of_one_plan_run_as_one_array() -> None:
     recognized = [run.codecs.get(item.codec).recognize([item])[0] for item in batch]  # type: ignore[attr-defined]
     assert None not in recognized
     assert len({id(request.plan.stack) for request in recognized[:6]}) == 1
+
+
+def test_requests_of_every_datatype_of_numbers_have_plans() -> None:
+    """Also BF16, UINT64 in JSON, and typed contents that are the bytes of floats."""
+    run, arrays = runner(True, Wide), {name: np.ones((1, *tail), DTYPES[kind]) for name, kind, tail in WIDE}
+    inputs = [(n, kind, arrays[n].shape, bytes(to_bytes(n, kind, arrays[n]))) for n, kind, _ in WIDE]
+    head, buffers = encode_request(inputs, binary_outputs=True)
+    tensors = [{"name": n, "datatype": k, "shape": [1, *t], "data": arrays[n].tolist()} for n, k, t in WIDE[:3]]
+    typed = open_inference().message("inference.ModelInferRequest")(model_name="m")
+    for name, datatype, tail in WIDE[:2]:
+        tensor = typed.inputs.add(name=name, datatype=datatype, shape=[1, *tail])
+        getattr(tensor.contents, TYPED[datatype]).extend(arrays[name].ravel())
+    typed.outputs.add(name="x")
+    batch = [
+        Item(b"".join([head, *buffers]), "oip_binary", "", 1, head_bytes=len(head)),
+        Item(encode_infer(("m", "", ""), inputs, None, {}), "oip_grpc", "", 1),
+        Item(msgspec.json.encode({"inputs": tensors}), "oip_json", "", 1),
+        Item(typed.SerializeToString(), "oip_grpc", "", 1),
+    ]
+    assert [error for *_, error in answers(run, batch)] == [None] * 4
+    assert [None] not in [run.codecs.get(item.codec).recognize([item]) for item in batch]  # type: ignore[attr-defined]
 
 
 def parametrized(parameters: dict[str, Any], id: str, x: Any) -> list[Item]:
@@ -336,16 +493,14 @@ def test_a_model_that_takes_parameters_gets_those_of_each_request() -> None:
         assert five[0][-12:] == (5 * x).tobytes()
 
 
-def test_plans_are_bounded() -> None:
+def test_a_thousand_plans_take_bounded_memory() -> None:
     run = runner(True, Halving)
-    codec: Any = run.codecs.get("oip_binary")
     for rows in range(1, 1000):
-        x = np.zeros((rows, 3), "f4")
-        head, buffers = encode_request([("x", "FP32", x.shape, x.tobytes())])
-        assert (
-            answers(run, [Item(b"".join([head, *buffers]), "oip_binary", "", rows, head_bytes=len(head))])[0][4] is None
-        )
-        assert len(codec.plans) <= MOST_PLANS
+        found = answers(run, parametrized({}, "7", np.full((rows, 3), rows, "f4")))
+        assert [error for *_, error in found] == [None] * 3
+    codecs: Any = [run.codecs.get(f"oip_{form}") for form in ("binary", "json", "grpc")]
+    memories = [*[codec.plans for codec in codecs], oip_protobuf._known, oip_protobuf._sections]
+    assert all(0 < len(memory) <= MOST_PLANS for memory in memories)
 
 
 def test_a_program_that_fails_isolates_the_row() -> None:

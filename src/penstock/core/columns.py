@@ -93,7 +93,8 @@ class Stack(Protocol):
 class RequestPlan(Struct, eq=False):
     """What a codec remembers of requests whose bytes differ in values and ids only.
 
-    `sizes`: of each input, two numbers of its codec. `context`: as of `decode`. `key`: what its responses depend on.
+    `sizes`: of each input, two numbers of its codec. `size`: the bytes that hold them. `context`: as of `decode`.
+    `key`: what its responses depend on.
     """
 
     stack: Stack
@@ -101,6 +102,7 @@ class RequestPlan(Struct, eq=False):
     single: bool
     named: bool
     sizes: Sequence[tuple[int, int]]
+    size: int = 0
     context: Any = None
     key: bytes = b""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,8 +29,8 @@ from penstock.core.columns import (
 from penstock.core.contracts import Codec
 from penstock.core.wire.regions import read_region
 from penstock.errors import BadOutput, PenstockError
-from penstock.serving.protocols.oip_tensors import from_bytes, output_array, to_bytes
-from penstock.types import DATATYPES, DTYPES, SIZES, Item, ItemResult
+from penstock.serving.protocols.oip_tensors import from_bytes, output_array, texts_of, to_bytes
+from penstock.types import DATATYPES, DTYPES, SIZES, Item, ItemResult, TensorSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -210,9 +210,12 @@ def cut_lists(body: bytes) -> tuple[bytes, list[bytes]] | None:
 # ---- learning
 
 
-def columns_of(request: TensorRequest) -> tuple[Column, ...] | None:
-    """The columns of a checked request; None if one of its arrays holds objects."""
-    found = [(name, DATATYPES.get(a.dtype.name, "BYTES"), a.shape[1:]) for name, a in request.arrays.items()]
+def columns_of(request: TensorRequest, inputs: Mapping[str, TensorSpec]) -> tuple[Column, ...] | None:
+    """The columns of a checked request to a model with these inputs; None if one of its arrays holds objects."""
+    found = []
+    for name, array in request.arrays.items():
+        bf16 = name in inputs and inputs[name].datatype == "BF16"  # whose arrays are float32
+        found.append((name, "BF16" if bf16 else DATATYPES.get(array.dtype.name, "BYTES"), array.shape[1:]))
     return None if any(datatype == "BYTES" for _, datatype, _ in found) else tuple(found)
 
 
@@ -243,6 +246,7 @@ class Planning(Codec):
     """Base of the codecs that recognize requests, see `ColumnCodec`. By default the values are bytes."""
 
     plans: PlanMemory
+    inputs: Mapping[str, TensorSpec] = {}  # that the model declares
     takes_parameters = False  # of its own, from each request: their plans are not remembered
 
     def cut(self, item: Item) -> tuple[bytes, str | None, Any] | None:
@@ -259,20 +263,19 @@ class Planning(Codec):
 
     def plan_of(self, request: TensorRequest, values: Any, item: Item) -> RequestPlan | None:
         """The plan of a request; None for values that are not in columns."""
-        columns = columns_of(request)
+        columns = columns_of(request, self.inputs)
         if columns is None:
             return None
         sizes, at = [], 0  # one input after the other
         for _, datatype, tail in columns:
             sizes.append((at, request.rows * math.prod(tail) * SIZES[datatype]))
             at += sizes[-1][1]
-        return RequestPlan(RawStack(columns), request.rows, request.single, request.named, sizes)
+        return RequestPlan(RawStack(columns), request.rows, request.single, request.named, sizes, at)
 
     def parts_of(self, plan: RequestPlan, values: Any, item: Item) -> tuple[Sequence[Any], int] | None:
         """(the data of each input, the number of rows); None if the values do not fit."""
         data, at = values
-        offset, size = plan.sizes[-1]
-        if len(data) - at != offset + size:
+        if len(data) - at != plan.size:
             return None
         rows, start, stop = plan.rows, item.start, item.stop
         if stop < 0:
@@ -329,10 +332,10 @@ class JsonLists(Planning):
         return None if found is None or head is None else (*head, found[1])
 
     def plan_of(self, request: TensorRequest, values: Any, item: Item) -> RequestPlan | None:
-        """The plan of a request; None for texts, UINT64, and lists that do not fit."""
-        columns = columns_of(request)
+        """The plan of a request; None for texts, and lists that do not fit."""
+        columns = columns_of(request, {})
         sizes = None if columns is None else list_sizes(columns, request.rows, values)
-        if columns is None or sizes is None or any(datatype == "UINT64" for _, datatype, _ in columns):
+        if columns is None or sizes is None:
             return None
         return RequestPlan(JsonStack(columns), request.rows, request.single, request.named, sizes)
 
@@ -372,7 +375,7 @@ class JsonLists(Planning):
 
 
 class OutputColumn(Struct):
-    """An output of a whole block: its bytes and the bytes of a row, or the numbers of each row as JSON, unbracketed."""
+    """An output of a whole block: its bytes and the bytes of a row, or the cells of each row as JSON, unbracketed."""
 
     name: str
     datatype: str
@@ -400,14 +403,20 @@ class OutputForm(Struct):
 
 
 def output_column(name: str, value: Any, declared: str | None, rows: int, binary: bool) -> OutputColumn | None:
-    """An output of a block; None for one that is encoded row by row: objects, and what JSON cannot hold."""
+    """An output of a block; None for one that is encoded row by row: texts in binary, and what JSON cannot hold."""
     try:
         datatype, array = output_array(name, value, declared)
     except BadOutput:
         return None
     tail = array.shape[1:]
-    if datatype == "BYTES" or not array.size:
+    if not array.size or (datatype == "BYTES" and binary):
         return None
+    if datatype == "BYTES":
+        try:
+            lines = [msgspec.json.encode(texts_of(name, row))[1:-1] for row in array.reshape(rows, -1)]
+        except (BadOutput, UnicodeEncodeError):
+            return None
+        return OutputColumn(name, datatype, tail, texts=lines)
     if binary:
         data = memoryview(to_bytes(name, datatype, array))
         return OutputColumn(name, datatype, tail, data, len(data) // rows)

@@ -56,7 +56,7 @@ def _columns(block: Block) -> list[OutputColumn] | None:
     """The outputs of a block as JSON; None for one that is encoded row by row."""
     if NativeCodec not in block.forms:
         found = [output_column(name, a, None, block.rows, binary=False) for name, a in block.arrays.items()]
-        flat = all(column is not None and len(column.tail) < 2 for column in found)
+        flat = all(c is not None and c.datatype != "BYTES" and len(c.tail) < 2 for c in found)
         block.forms[NativeCodec] = found if flat else None
     columns: list[OutputColumn] | None = block.forms[NativeCodec]
     return columns

@@ -195,7 +195,7 @@ class OipCodec(Planning):
         places = [t.parameters for t in tensors if t.parameters is not None and t.parameters.shared_memory_region]
         if not places:
             return super().plan_of(request, values, item)
-        columns = columns_of(request)
+        columns = columns_of(request, self.inputs)
         sizes: Any = [(p.shared_memory_region, p.shared_memory_offset, p.shared_memory_byte_size) for p in places]
         plain = columns is not None and all(kind != "BOOL" for _, kind, _ in columns)
         if columns is None or not plain or [size for *_, size in sizes] != [a.nbytes for a in request.arrays.values()]:

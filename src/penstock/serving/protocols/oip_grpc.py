@@ -107,7 +107,7 @@ class OipGrpcCodec(OipCodec):
         return SequenceRequest(str(id), bool(found.get("sequence_start")), bool(found.get("sequence_end")))
 
     def cut(self, item: Item) -> tuple[bytes, str | None, Any] | None:
-        """(the message without its id and its raw tensors, the id, the message and where its raw tensors begin)."""
+        """(the message without its id and the bytes of its tensors, the id, the message and where its id ends)."""
         known = known_head(item.payload)
         return None if known is None else (known[1], known[2] or None, (item.payload, known[3]))
 
@@ -116,13 +116,14 @@ class OipGrpcCodec(OipCodec):
         return is_steady(self.read(item)[0])
 
     def plan_of(self, request: TensorRequest, values: Any, item: Item) -> RequestPlan | None:
-        """The plan of a request with raw tensors, or all tensors in shared memory."""
+        """The plan of a request with raw tensors or floats, or all tensors in shared memory."""
         plan, known = super().plan_of(request, values, item), known_head(values[0])
         if plan is None or known is None or type(plan.stack) is SharedStack:
             return plan
-        if [size for _, size in known[0].sections] != [size for _, size in plan.sizes]:
+        typed = self.context_of(self.read(item)[0], True).typed  # so are its responses
+        if typed or [size for _, size in known[0].sections] != [size for _, size in plan.sizes]:
             return None
-        plan.sizes = known[0].sections
+        plan.sizes, plan.size = known[0].sections, len(values[0]) - values[1]
         return plan
 
     def response_head(self, columns: list[OutputColumn], rows: int, context: OipContext, has_id: bool) -> list[bytes]:

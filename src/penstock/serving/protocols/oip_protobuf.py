@@ -50,6 +50,8 @@ SHARED: Final = "shared_memory_region"
 WHOLE_BYTES: Final = 64 * 1024  # below it a message is parsed whole; above it its tensors are left out
 MAX_FIELDS: Final = 10_000  # on the top level of a message: the server process reads them one by one
 RAW_INPUTS, RAW_OUTPUTS, ID = 7, 6, 3  # numbers of fields
+_INPUTS, _CONTENTS, _BITS = 5, 5, (6, 7)  # of these contents, those of FP32 and FP64 are their bytes
+_MOST_TYPED: Final = 16  # inputs and their fields that are looked at: models have fewer
 _NAME, _VERSION, _REQUEST_ID = (number << 3 | 2 for number in (1, 2, ID))  # tags of the fields that begin a request
 _KINDS: Final = ((bool, "bool_param"), (int, "int64_param"), (float, "double_param"), (str, "string_param"))
 _Head: Final = open_inference().message("penstock.InferHead")
@@ -72,13 +74,14 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
             raise IndexError
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, int, int, int]]:
-    """(number, start of the field, start of its value, end) of each field, 0 as the number of one without a length.
+def _fields(data: memoryview, at: int = 0, most: int = MAX_FIELDS) -> Iterator[tuple[int, int, int, int]]:
+    """(number, start of the field, start of its value, end) of each field from a position on, 0 as the number of one
+    without a length.
 
-    Raises IndexError for malformed data, and for more than MAX_FIELDS fields.
+    Raises IndexError for malformed data, and for more than `most` fields.
     """
-    at, size = 0, len(data)
-    for _ in range(MAX_FIELDS):
+    size = len(data)
+    for _ in range(most):
         if at == size:
             return
         start = at
@@ -174,40 +177,45 @@ def read_head(body: bytes | memoryview) -> InferHead:
 
 
 class KnownHead(Struct):
-    """A request up to its raw tensors, without its id. `sections`: offset and size of each tensor from the first field
-    of raw tensors on; `marks`: the bytes before it, which are its number and its size."""
+    """A request without its id and the values of its tensors. `sections`: where these begin, counted from the end of
+    the id, and their sizes."""
 
     head: InferHead
     peeked: tuple[int, str] | None
-    size: int
     sections: list[tuple[int, int]]
-    marks: list[tuple[int, bytes]]
 
 
-_known, _sizes = PlanMemory(), PlanMemory()
+_known, _sections = PlanMemory(), PlanMemory()
 
 
 def known_head(body: bytes | memoryview) -> tuple[KnownHead, bytes, str, int] | None:
-    """(the head of a request with raw tensors, its bytes, the id, where the raw tensors begin), which clients repeat
-    with other ids. None for an irregular message."""
+    """(the head of a request whose tensors are bytes, all of the request but its id and these bytes, the id, its end),
+    which clients repeat with other values. None for an irregular message."""
     try:
         start = _skip(body, _skip(body, 0, _NAME), _VERSION)
         end = _skip(body, start, _REQUEST_ID)
-        size = _sizes.get(len(body) - end)
-        key = b"" if size is None else bytes(body[:start]) + bytes(body[end : end + size])
-        known = _known.get(key)
-        if known is None:
+        sections = _sections.get(len(body) - end)
+        known = None
+        if sections is not None:
+            known = _known.get(key := _without(body, start, end, sections))
+        if known is None or known.sections != sections:
             known = _head_from(body, start, end)
-            key = bytes(body[:start]) + bytes(body[end : end + known.size])
+            key = _without(body, start, end, known.sections)
             if len(key) <= MOST_KEY_BYTES:
                 _known.keep(key, known)
-                _sizes.keep(len(body) - end, known.size)
-        at = end + known.size
-        if any(body[at + offset : at + offset + len(mark)] != mark for offset, mark in known.marks):
-            return None
-        return known, key, str(body[start + 2 : end], "utf-8"), at
-    except (IndexError, BadRequest, UnicodeDecodeError):
+                _sections.keep(len(body) - end, known.sections)
+        return known, key, str(body[start + 2 : end], "utf-8"), end
+    except (IndexError, ValueError, BadRequest):
         return None
+
+
+def _without(body: bytes | memoryview, start: int, end: int, sections: Sequence[tuple[int, int]]) -> bytes:
+    """The message without its id, from `start` to `end`, and these sections."""
+    parts, at = [body[:start]], end
+    for offset, size in sections:
+        parts.append(body[at : end + offset])
+        at = end + offset + size
+    return b"".join([*parts, body[at:]])
 
 
 def _skip(body: bytes | memoryview, at: int, tag: int) -> int:
@@ -220,23 +228,37 @@ def _skip(body: bytes | memoryview, at: int, tag: int) -> int:
 
 
 def _head_from(body: bytes | memoryview, start: int, end: int) -> KnownHead:
-    """What is to be remembered of a message with its id in a range. Raises IndexError, BadRequest."""
+    """What is to be remembered of a message with its id in a range. Raises IndexError, ValueError, BadRequest."""
     data = memoryview(body)
-    fields = [(number, end + begin, end + value, end + stop) for number, begin, value, stop in _fields(data[end:])]
+    fields = list(_fields(data, end))
     raw = [field for field in fields if field[0] == RAW_INPUTS]
-    shared = not raw and SHARED.encode() in bytes(data)
-    if not (raw or shared) or raw != fields[len(fields) - len(raw) :] or any(number < 4 for number, *_ in fields):
+    if raw != fields[len(fields) - len(raw) :] or any(number < 4 for number, *_ in fields):
         raise IndexError
+    places = [(value, stop) for _, _, value, stop in raw]
+    if not raw and SHARED.encode() not in bytes(data):
+        tensors = [(value, stop) for number, _, value, stop in fields if number == _INPUTS]
+        if len(tensors) > _MOST_TYPED:
+            raise IndexError
+        places = [_packed(data, *tensor) for tensor in tensors]
     at = raw[0][1] if raw else len(data)
     head = read_message(bytes(data[:start]) + bytes(data[end:at]))
-    sections = [(value - at, stop - value) for _, _, value, stop in raw]
-    marks = [(begin - at, bytes(data[begin:value])) for _, begin, value, _ in raw]
-    return KnownHead(head, peek_inputs(head.inputs), at - end, sections, marks)
+    return KnownHead(head, peek_inputs(head.inputs), [(value - end, stop - value) for value, stop in places])
+
+
+def _packed(data: memoryview, start: int, stop: int) -> tuple[int, int]:
+    """Where the typed contents of an input in a range are, if they are the bytes of FP32 or FP64. Raises IndexError,
+    ValueError."""
+    number, _, start, stop = list(_fields(data[:stop], start, _MOST_TYPED))[-1]
+    ((kind, _, start, stop),) = _fields(data[:stop], start, 2)
+    if number != _CONTENTS or kind not in _BITS:
+        raise IndexError
+    return start, stop
 
 
 def read_message(data: bytes) -> InferHead:
     """The head in a message. Raises BadRequest."""
     found = parse(_Head, data)
+    found.DiscardUnknownFields()  # typed contents
     return InferHead(found.model_name, found.model_version, found.id, plain(found.parameters), found.inputs)
 
 

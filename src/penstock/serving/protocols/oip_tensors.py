@@ -202,10 +202,12 @@ def to_json(name: str, datatype: str, array: np.ndarray[Any, Any], strict: bool 
             raise BadOutput(f"output '{name}' holds NaN or infinity, which JSON cannot hold (strict_json)")
         text = json.dumps(array.ravel().tolist(), separators=(",", ":"))
         return Raw((_NOT_FINITE.sub(r'"\g<0>"', text) if part else text).encode())
-    cells = array.ravel().tolist()
-    if datatype == "BYTES":
-        cells = [_text(name, cell) for cell in cells]
-    return Raw(msgspec.json.encode(cells))
+    return Raw(msgspec.json.encode(texts_of(name, array) if datatype == "BYTES" else array.ravel().tolist()))
+
+
+def texts_of(name: str, array: np.ndarray[Any, Any]) -> list[str]:
+    """The elements of a tensor of BYTES."""
+    return [_text(name, cell) for cell in array.ravel().tolist()]
 
 
 def _text(name: str, cell: Any) -> str:
