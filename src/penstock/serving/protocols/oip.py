@@ -87,14 +87,14 @@ class Selection(Struct):
 class OipContext(Struct):
     """The part of the request that `encode` needs. `outputs` None means all outputs.
 
-    `typed`: over gRPC, outputs are typed contents. `coding`: the response is compressed, see `codings`.
+    `typed`: over gRPC, outputs are typed contents. `streams`: a part of the response was sent.
     """
 
     id: str | None = None
     outputs: list[Selection] | None = None
     binary: bool = False
     typed: bool = False
-    coding: str = ""
+    streams: bool = False
 
 
 class OipCodec(Planning):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from penstock.core.columns import PlannedRequest, TensorRows
 from penstock.errors import BadOutput, BadRequest
@@ -281,33 +281,19 @@ class CodedBody(OipCodec):
     reads_headers = True
     encode_all = Planning.encode_all  # one by one: each has a coding of its own
 
-    def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], OipContext]:
-        """As of the format."""
-        value, context = super().decode(item)
-        context.coding = _coding_of(item)
-        return value, context
-
-    def plan_context(self, context: OipContext) -> tuple[OipContext, bytes]:
-        """As of the format, without a coding: each request names its own."""
-        return super().plan_context(structs.replace(context, coding=""))
-
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """As of the format, in the coding that the client demands."""
         result = super().encode(value, item, context)
-        coding = _coding_of(item) if type(context) is PlannedRequest else context.coding
-        return compress(result, coding) if coding else result
+        coding = accepted_coding(header_of(item.headers, ACCEPT_ENCODING))
+        streams = isinstance(context, OipContext) and context.streams
+        if not coding or item.stop >= 0 or streams or _SSE in header_of(item.headers, b"accept"):
+            return result
+        return compress(result, coding)
 
     def encode_part(self, value: Any, item: Item, context: OipContext, first: bool) -> ItemResult:
         """As of the format, without coding, as all that follows in the stream."""
-        context.coding = ""
+        context.streams = True
         return super().encode_part(value, item, context, first)
-
-
-def _coding_of(item: Item) -> str:
-    """The coding of a whole response to this request, "" for none."""
-    if item.stop >= 0 or _SSE in header_of(item.headers, b"accept"):
-        return ""
-    return accepted_coding(header_of(item.headers, ACCEPT_ENCODING))
 
 
 class CodedJsonCodec(CodedBody, OipJsonCodec):
