@@ -473,6 +473,9 @@ def test_wrong_arguments_of_processes_are_refused_by_name(models: ModuleType) ->
         penstock.Streamer(models.double, 4, cuda_devices=["gpu"])
     with pytest.raises(TypeError, match="expected a function of a list"):
         penstock.Streamer("predict", 4)
+    for make in (penstock.Streamer, penstock.ThreadedStreamer):
+        with pytest.raises(TypeError, match="a class like ManagedModel, with init_model, found <class"):
+            make(type("Other", (), {}), 4)  # as `penstock serve` takes classes
 
 
 def test_one_item_instead_of_a_list_is_refused(start: Start, models: ModuleType) -> None:

@@ -283,9 +283,10 @@ def check_latency(max_latency: float) -> None:
 
 
 def check_callable(name: str, given: object) -> None:
-    """Raises TypeError unless `given` is callable."""
-    if not callable(given):
-        raise TypeError(f"{name}: expected a function of a list, or a class like ManagedModel, found {given!r}")
+    """Raises TypeError unless `given` is a function or a class with `init_model`."""
+    if not callable(given) or (isinstance(given, type) and not hasattr(given, "init_model")):
+        expected = "a function of a list, or a class like ManagedModel, with init_model"
+        raise TypeError(f"{name}: expected {expected}, found {given!r}")
 
 
 # ---- the backend
