@@ -10,7 +10,9 @@ import os
 import shlex
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -154,7 +156,8 @@ class Server:
         further = (*platform_routes(self._config, os.environ), *triton_routes(triton))
         flavor = self._flavor("inference", s.host, further=further)
         http = HttpServer(triton.memory.count_uses(engine), self._limits, ssl=self._tls, flavor=flavor)
-        self._metrics.read = lambda: _reading(engine, http, self._grpc)
+        written: dict[tuple[str, str], float] = defaultdict(float)
+        self._metrics.read = lambda: _reading(engine, http, self._grpc, written)
         tasks = [asyncio.ensure_future(self._dashboard.run())] if shown else []
         try:
             engine.expect(model.name or section for section, model in self._config.models.items())
@@ -387,6 +390,13 @@ async def _start_beside_others(start: Callable[..., Awaitable[T]], name: str, po
 def _reading(engine: Engine, http: HttpServer, grpc: GrpcListener | None) -> ServerSnapshot:
     """The state that gauges show."""
     reading = engine.reading()
+    for listener in (http.listener, *(() if grpc is None else (grpc.listener,))):
+        new, listener.counts.write_s = listener.counts.write_s, defaultdict(float)
+        for (name, version), seconds in new.items():
+            with suppress(PenstockError):  # it is unloaded
+                written[name, engine.handle(name, version).version] += seconds
+    for model in reading.models:
+        model.write_s = written.get(model.key, 0.0)
     reading.listeners = {"http": reading_of([http.listener])}
     if grpc is not None:
         reading.listeners["grpc"] = reading_of([grpc.listener])

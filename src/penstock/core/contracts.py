@@ -317,7 +317,8 @@ class ModelSnapshot(Struct):
     `resident` its memory on devices with a budget. `oldest_s` is how long the oldest queued request has waited, `slo_s`
     the target latency. `helpers` counts the processes that preprocess for workers that are up. `busy_s` is the time in
     which instances had a batch, summed over them since the load. `arrived_rows` and `arrived_bytes` count since then,
-    with refused requests."""
+    with refused requests. `write_s` is the time in which responses waited for clients to take them, summed over them.
+    """
 
     status: ModelStatus
     helpers: int = 0
@@ -333,6 +334,7 @@ class ModelSnapshot(Struct):
     busy_s: float = 0.0
     arrived_rows: int = 0
     arrived_bytes: int = 0
+    write_s: float = 0.0
 
     @property
     def key(self) -> tuple[str, str]:

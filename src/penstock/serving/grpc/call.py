@@ -61,6 +61,7 @@ class CallOwner(Protocol):
 
     listener: Listener
     transport: asyncio.Transport
+    sent: tuple[str, str | None]  # model and version of the last response
 
     def check(self, head: CallHead) -> None:
         """Raises GrpcError for a call that is not served."""
@@ -77,6 +78,7 @@ class GrpcCall(Stream):
 
     trace: Trace | None = None  # of its last request that is traced
     on_cancel: Callable[[], object] | None = None  # ends the work for a client that left
+    asked: tuple[str, str | None] = ("", None)  # model and version
     seen = 0  # bytes received up to the last sweep
     rest_at = INF  # the time by which the rest of a message must arrive
     _untaken = 0  # bytes of `messages`
@@ -157,6 +159,7 @@ class GrpcCall(Stream):
         self.window -= length
         outbox.window -= length
         outbox.sent += 1
+        self.owner.sent = self.asked
         outbox.write(b"".join((begin, body, end)))
         self.connection.forget(self)
         self._release()
@@ -380,6 +383,7 @@ class GrpcCall(Stream):
         """Sends a message, and `block` as the trailers of the call."""
         if self.closed:
             return
+        self.owner.sent = self.asked
         if not self._begun:
             self._begun = True
             self.connection.outbox.write(frame(HEADERS, END_HEADERS, self.id, _HEAD))

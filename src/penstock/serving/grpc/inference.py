@@ -151,6 +151,7 @@ class OpenInferenceService:
             empty_final = bool(head.parameters.get("triton_enable_empty_final_response"))
             item = Item(payload, CODEC, request_id=id, headers=call_head.metadata, priority=priority - 1)
             item.budget_s, item.source = call.time_remaining(), call
+            call.asked = head.model_name, head.model_version or None
             if timeout_us := head.parameters.get("timeout"):
                 item.wait_s = _wait_s(timeout_us)
             return _Request(head.model_name, head.model_version or None, head.id, item, empty_final)

@@ -66,6 +66,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._write_at = INF
         self._age_at = INF
         self._aged = False  # `_age_at` is the end of the grace
+        self.sent: tuple[str, str | None] = ("", None)
         self._http2: Http2Connection
 
     # ---- the event loop
@@ -251,7 +252,11 @@ class GrpcConnection(asyncio.BufferedProtocol):
                 return 0, 0
             self._http2.drain()
             self._aged, self._age_at = True, now + self._shared.max_age_grace_s
-        unread = self._http2.outbox.unsent_bytes + self.transport.get_write_buffer_size()
+        buffered = self.transport.get_write_buffer_size()
+        unread = self._http2.outbox.unsent_bytes + buffered
+        if unread:
+            held = [call.asked for call in calls if call.unsent]
+            self.listener.count_unsent([*held, self.sent] if buffered else held)
         if not unread:
             self._write_at = INF
         elif unread != self.unread or self._write_at == INF:

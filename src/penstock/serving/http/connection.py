@@ -450,6 +450,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def check_writing(self, now: float) -> tuple[int, int]:
         self.writer.check_writing(now)
+        if self.writer.unread:
+            self.writer.count_unsent()
         head_bytes = max(0, self.head_bytes) if self.phase == HEAD else 0
         return self.writer.unread, head_bytes + REQUEST_BYTES * len(self.writer.backlog)
 

@@ -159,6 +159,7 @@ class ResponseWriter:
         self.write_at = INF
         self.written = self.taken = 0  # bytes since writing was paused
         self.kept = 0  # bytes of responses that wait for earlier ones
+        self.sent: Route | None = None  # of the last response
 
     def pause_writing(self) -> None:
         self.pause(WRITE)
@@ -300,7 +301,7 @@ class ResponseWriter:
 
     def finish(self, data: bytes) -> None:
         """Writes the whole response to the first request in flight."""
-        self.inflight.popleft()
+        self.sent = self.inflight.popleft().route
         if self.begun or self.paused:
             self.write(data)
         else:
@@ -332,7 +333,7 @@ class ResponseWriter:
                 self.kept -= first.kept
                 first.kept = 0
                 if first.done:
-                    inflight.popleft()
+                    self.sent = inflight.popleft().route
                     if first.close:
                         self._end(first)
                         break
@@ -379,6 +380,14 @@ class ResponseWriter:
     def unread(self) -> int:
         """Bytes of responses that the client has not read."""
         return self.kept + self.transport.get_write_buffer_size()
+
+    def count_unsent(self) -> None:
+        """Counts the time of the responses that are ready and not sent."""
+        routes = [context.route for context in self.inflight if context.kept]
+        if self.transport.get_write_buffer_size():
+            streams = bool(self.inflight) and self.inflight[0].started
+            routes.append(self.inflight[0].route if streams else self.sent)
+        self.listener.count_unsent((route.model, route.version) for route in routes if route is not None)
 
     def check_unsent(self) -> None:
         """Drops the reader of a stream that falls too far behind: a streaming model cannot be paused."""

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from email.utils import formatdate
 from typing import Any, Final, Protocol
 
@@ -11,6 +12,7 @@ from msgspec import Struct
 
 from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend, ListenerSnapshot
+from penstock.errors import PenstockError
 from penstock.serving.http.descriptors import Hangups, none_left
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Budget, Unpacking
@@ -238,6 +240,9 @@ class Counters:
         self.other = [0] * 10  # all others; handlers invent statuses up to 999
         self.refused = 0
         self.errors: Counter[str] = Counter()
+        self.write_s: dict[tuple[str, str | None], float] = defaultdict(
+            float
+        )  # since the last reading, see `Listener.count_unsent`
 
     def responses(self) -> dict[int, int]:
         """Started responses by status // 100."""
@@ -311,6 +316,16 @@ class Listener:
                 *(self.port, code, self.counts.errors[code]),
                 "raise limits.max_transit_bytes, or look for clients that read slowly (penstock_unsent_bytes)",
             )
+
+    def count_unsent(self, responses: Iterable[tuple[str, str | None]]) -> None:
+        """Counts the time since the last sweep for these responses, of a model and version, which are not sent yet.
+
+        A sample costs a request nothing, and the sum over many is the time that writing takes.
+        """
+        for model, version in responses:
+            with suppress(PenstockError):  # other names are the clients', without end
+                self.backend.model_ready(model, version)
+                self.counts.write_s[model, version] += self.clock.sweep_s
 
     def add(self, connection: Waiting) -> bool:
         """Adds a connection; False when there is no room for it."""

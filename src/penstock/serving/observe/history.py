@@ -29,9 +29,9 @@ EVENTS: Final = 200
 class Second(NamedTuple):
     """One second, or more, of one model version. Rates are per second; ages and latencies are in seconds.
 
-    `busy` is the number of instances that ran a batch on average, `rows` the mean rows of a batch. The seven times at
+    `busy` is the number of instances that had a batch on average, `rows` the mean rows of a batch. The eight times at
     the end are parts of the mean time of a request: `handover_s` is what the others leave, between the processes and
-    behind a batch that runs.
+    behind a batch that runs; `write_s` follows the answer, which ends the latency.
     """
 
     requests: float = 0.0
@@ -52,6 +52,7 @@ class Second(NamedTuple):
     predict_s: float = 0.0
     postprocess_s: float = 0.0
     encode_s: float = 0.0
+    write_s: float = 0.0
 
 
 OVERVIEW: Final = Second._fields.index("waited_s")  # so many of the fields are shown for all models
@@ -73,8 +74,8 @@ class StageTotals(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Counters of one model version since the start: requests, rows of batches, seconds that batches ran, and workers
-    that were restarted."""
+    """Counters of one model version since the start: requests, batches with their rows, and workers that were
+    restarted. `busy_s` and `write_s` are those of its snapshot."""
 
     arrived: int = 0
     answered: int = 0
@@ -82,8 +83,9 @@ class Totals(NamedTuple):
     rejected: int = 0
     batches: int = 0
     rows: float = 0.0
-    run_s: float = 0.0
     restarts: int = 0
+    busy_s: float = 0.0
+    write_s: float = 0.0
     stages: StageTotals = StageTotals()
 
 
@@ -112,7 +114,7 @@ class History(Observer):
         self._rows: dict[Key, deque[bytes]] = {}  # the last used one last
         self._steps: dict[Key, deque[bytes]] = {}  # of the same models
         self._latencies_s: dict[Key, list[float]] = {}
-        self._before: Mapping[Key, Totals] = {}
+        self._before: dict[Key, Totals] = {}
         self._statuses: dict[Key, ModelStatus] = {}
 
     # ---- Observer
@@ -144,16 +146,19 @@ class History(Observer):
     def tick(self, snapshot: ServerSnapshot, totals: Mapping[Key, Totals], seconds: float) -> None:
         """Adds what happened in the last `seconds`."""
         self.now = {}
+        before = self._before
+        self._before = {
+            m.key: totals.get(m.key, Totals())._replace(busy_s=m.busy_s, write_s=m.write_s) for m in snapshot.models
+        }
         statuses, self._statuses = self._statuses, {model.key: model.status for model in snapshot.models}
         for model in snapshot.models:
             key = model.key
             if key in statuses:
                 self._note_changes(statuses[key], model.status)
-            second = self._second(model, totals.get(key, Totals()), self._before.get(key, Totals()), seconds)
+            second = self._second(model, self._before[key], before.get(key, Totals()), seconds)
             self.now[key] = second
             if any(second) or key in self._rows:
                 self._keep(key, second)
-        self._before = totals
         self._latencies_s.clear()
         self._ticks += 1
         if self._ticks % STEP == 0:
@@ -171,9 +176,11 @@ class History(Observer):
             self.note(now.name, now.version, "traffic", f"from {before.traffic:.0%} to {now.traffic:.0%}")
 
     def _second(self, model: ModelSnapshot, now: Totals, before: Totals, seconds: float) -> Second:
-        arrived, answered, failed, rejected, batches, rows, run_s, _ = (
+        arrived, answered, failed, rejected, batches, rows, _, busy_s, write_s = (
             a - b for a, b in zip(now[:-1], before[:-1], strict=True)
         )
+        if answered <= failed:  # the next answers count what is written now
+            self._before[model.key] = now._replace(write_s=before.write_s)
         latencies_s = self._latencies_s.get(model.key, ())
         p50_s, p99_s = np.percentile(latencies_s, (50, 99)).tolist() if latencies_s else (0.0, 0.0)
         requests, answers, failures, rejections = (
@@ -190,8 +197,12 @@ class History(Observer):
             model.oldest_s,
             model.in_flight,
             rows / batches if batches else 0.0,
-            run_s / seconds,
-            *(_parts(now.stages, before.stages, answered - failed) if answered > failed else ()),
+            max(0.0, busy_s / seconds),
+            *(
+                (*_parts(now.stages, before.stages, answered - failed), max(0.0, write_s / (answered - failed)))
+                if answered > failed
+                else ()
+            ),
         )
 
     def _keep(self, key: Key, second: Second) -> None:
@@ -223,7 +234,7 @@ def _unpacked(rows: Iterable[bytes]) -> list[Second]:
 
 
 def _parts(now: StageTotals, before: StageTotals, answered: float) -> tuple[float, ...]:
-    """The last fields of a Second."""
+    """The last fields of a Second, up to the answer."""
     latency_s, waited_s, *stages_s = (max(0.0, (a - b) / answered) for a, b in zip(now, before, strict=True))
     return waited_s, max(0.0, latency_s - waited_s - sum(stages_s)), *stages_s
 

@@ -98,6 +98,10 @@ _HISTOGRAMS = (
 _GAUGES: tuple[tuple[Family, Callable[[ModelSnapshot], float]], ...] = (
     (_gauge("penstock_requests_in_flight", "Requests queued or running."), lambda m: m.in_flight),
     (_gauge("penstock_queue_requests", "Requests queued."), lambda m: m.status.queue),
+    (
+        _gauge("penstock_queue_oldest_seconds", "Time for which the oldest queued request has waited."),
+        lambda m: m.oldest_s,
+    ),
     (_gauge("penstock_queue_rows", "Rows of the queued requests."), lambda m: m.queue_rows),
     (_gauge("penstock_queue_bytes", "Bytes of the queued requests."), lambda m: m.queue_bytes),
     (_gauge("penstock_queue_limit_rows", "Maximum rows in the queue."), lambda m: m.max_queue_rows),
@@ -107,6 +111,10 @@ _GAUGES: tuple[tuple[Family, Callable[[ModelSnapshot], float]], ...] = (
     (
         _counter("penstock_request_bytes_total", "Bytes of the bodies of requests, with refused ones."),
         lambda m: m.arrived_bytes,
+    ),
+    (
+        _counter("penstock_write_seconds_total", "Time from answer to last sent byte, sampled, summed over responses."),
+        lambda m: m.write_s,
     ),
     (_gauge("penstock_preprocess_processes", "Helper processes of the workers that are up."), lambda m: m.helpers),
 )
@@ -301,8 +309,7 @@ class PrometheusObserver(Observer):
             counts, rows = histograms["rows"].read()
             rejected, failed = sum(m.rejected.values()), m.answered["failed"]
             answered, batches = m.answered["ok"] + failed, counts[-1][1]
-            run_s = histograms["run"].read()[1]
-            found[key] = Totals(m.arrived, answered, failed, rejected, batches, rows, run_s, m.restarts)
+            found[key] = Totals(m.arrived, answered, failed, rejected, batches, rows, m.restarts)
         return found
 
     def work(self) -> dict[tuple[str, str], Work]:

@@ -87,6 +87,18 @@ async def test_open_calls_and_unread_answers_count_and_the_client_that_holds_the
         assert (await other.ask(1))[0] == "0"
 
 
+async def test_the_time_until_a_slow_client_has_a_response_counts_for_its_model(wait_until):
+    async with site(**SOON) as found:
+        slow, other = await found.connect(CLOSED), await found.connect()
+        await other.ask(1)
+        await slow.infer(1, request(300_000))
+        written = found.listener.listener.counts.write_s
+        await wait_until(lambda: sum(written.values()) >= 3 * found.listener.listener.clock.sweep_s)
+        assert set(written) == {("echo", None)}
+        slow.send(h2.settings({h2.INITIAL_WINDOW_SIZE: 2**20}), h2.window_update(0, 2**20))
+        assert (await slow.reply(1))[0] == "0"
+
+
 async def test_a_full_budget_drops_who_reads_nothing(monkeypatch, wait_until):
     monkeypatch.setattr(listener_module, "STUCK_S", 0.2)
     async with site(max_transit_bytes=100_000, **SOON) as found:

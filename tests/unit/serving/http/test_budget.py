@@ -70,3 +70,16 @@ async def test_heads_and_requests_that_wait_count(asking, wait_until):
     async with asking(FakeBackend({"echo": lambda call: None}), **limits, max_pipelined=1) as (listener, client):
         client.send((HEAD + b"Content-Length: 2\r\n\r\n{}") * 100)
         await wait_until(lambda: listener.server.listener.budget.full)
+
+
+async def test_the_time_until_a_slow_client_has_a_response_counts_for_its_model(listen, wait_until):
+    backend = FakeBackend({"echo": lambda call: call.reply(bytes(30_000_000) if call.body() == b"large" else None)})
+    async with listen(backend, header_timeout_s=0.2, write_timeout_s=30.0, write_buffer_bytes=2**26) as listener:
+        written, sweep_s = listener.server.listener.counts.write_s, listener.server.listener.clock.sweep_s
+        quick, slow = await listener.connect(), await listener.connect()
+        assert (await quick.ask(INFER, b"{}")).status == 200
+        slow.writer.transport.pause_reading()
+        slow.post("/v2/models/nothing/infer", b"large")
+        slow.post(INFER, b"large")
+        await wait_until(lambda: written["echo", None] >= 3 * sweep_s)
+        assert set(written) == {("echo", None)}

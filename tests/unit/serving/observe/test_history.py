@@ -33,9 +33,11 @@ KEY = ("m", "1")
 
 def test_a_second_has_the_differences_of_the_counters_and_the_percentiles_of_its_latencies() -> None:
     history = History()
-    history.tick(ServerSnapshot([snapshot()]), {KEY: Totals(10, 8, 1, 2, 3, 6.0, 0.5)}, 1.0)
+    model = snapshot()
+    history.tick(ServerSnapshot([model]), {KEY: Totals(10, 8, 1, 2, 3, 6.0)}, 1.0)
+    model.busy_s = 1.0
     history.on_answer("m", "1", [0.1] * 98 + [0.5] * 2, 0)
-    history.tick(ServerSnapshot([snapshot()]), {KEY: Totals(30, 20, 5, 4, 5, 16.0, 1.5)}, 2.0)
+    history.tick(ServerSnapshot([model]), {KEY: Totals(30, 20, 5, 4, 5, 16.0)}, 2.0)
     now = history.now[KEY]
     assert (now.requests, now.answers, now.failed, now.rejected) == (10, 6, 2, 1)
     assert (now.rows, now.busy) == (5, 0.5)
@@ -77,7 +79,16 @@ def test_the_mean_time_of_a_request_falls_into_its_parts() -> None:
     history.tick(ServerSnapshot([snapshot()]), {KEY: Totals(6, 6, 1, stages=stages)}, 1.0)
     parts = history.now[KEY][OVERVIEW:]
     assert sum(parts) == pytest.approx(4.0 / 4), "of the four that were answered without an error"
-    assert parts == pytest.approx((0.25, 0.3, 0.025, 0.05, 0.2, 0.075, 0.1))
+    assert parts == pytest.approx((0.25, 0.3, 0.025, 0.05, 0.2, 0.075, 0.1, 0.0))
+
+
+def test_the_time_of_writing_counts_for_the_next_answers() -> None:
+    history = History()
+    for answers, write_s in ((1, 0.0), (1, 2.0), (1, 5.0), (3, 6.0), (4, 6.0)):
+        model = snapshot()
+        model.write_s = write_s
+        history.tick(ServerSnapshot([model]), {KEY: Totals(answers, answers)}, 1.0)
+    assert [second.write_s for second in history.last(KEY, 5)] == pytest.approx([0.0, 0.0, 0.0, 3.0, 0.0])
 
 
 def test_changes_of_instances_and_routes_are_events_and_loads_are_not() -> None:

@@ -57,7 +57,7 @@ class Actions {
     this.section.replaceChildren(element("h2", "Load a model"), form, this.answer);
   }
 
-  show(model, detail, now) {
+  show(model, detail) {
     const versions = detail.versions;
     this.now = { model, detail, now };
     const made = JSON.stringify([model.name, model.version, model.instances, versions]);

@@ -5,6 +5,7 @@ const PARTS = [ // of the time of a request, in their order; with the colours of
   ["waited_s", "queue"], ["handover_s", "hand-over"], ["decode_s", "decode"], ["preprocess_s", "preprocess"],
   ["predict_s", "predict"], ["postprocess_s", "postprocess"], ["encode_s", "encode"],
 ];
+const WITH_WRITE = [...PARTS, ["write_s", "write"]]; // which is known of a second only
 const WHY = { // docs/metrics.md has the whole table
   full: "it had max_batch_size rows, or what memory allows",
   "all that waits": "an instance was idle",
@@ -36,7 +37,7 @@ class ModelPage {
         ["errors", "error", of("failed")], ["refused", "c5", of("rejected")],
       ], count),
       new PastChart("Latency", [["p50", "c1", of("p50_s")], ["p99", "error", of("p99_s")], ["target", "c3", () => this.slo]], seconds),
-      new PastChart("Mean time of a request", PARTS.map(([field, label], i) => [label, `c${i}`, of(field)]), seconds, true),
+      new PastChart("Mean time of a request", WITH_WRITE.map(([field, label], i) => [label, `c${i}`, of(field)]), seconds, true),
       new PastChart("Queue and in flight", [["in flight", "c1", of("in_flight")], ["queue", "c5", of("queue")]], count),
       new PastChart("Oldest request in the queue", [["oldest", "c5", of("oldest_s")]], seconds),
       new PastChart("Rows a batch", [["rows", "c2", of("rows")]], count),
@@ -110,7 +111,7 @@ class ModelPage {
   }
 
   draw() {
-    const past = this.hour ? [this.steps, this.step, this.age] : [this.rows, 1, 0];
+    const past = this.hour && this.steps.length ? [this.steps, this.step, this.age] : [this.rows, 1, 0];
     for (const chart of this.charts) chart.set(...past, this.now, this.events);
   }
 
