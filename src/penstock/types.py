@@ -226,7 +226,7 @@ class ModelMetadata(Struct, frozen=True):
 
 
 class ModelStatus(Struct, frozen=True):
-    """One line of the table of models. `state` is one of LOADING, READY, FAILED, DRAINING.
+    """One line of the table of models. `state` is one of LOADING, READY, IDLE, FAILED, DRAINED, DRAINING.
 
     `traffic` is the version's share of the requests that name no version.
     """

@@ -116,6 +116,11 @@ class ManagementBackend(Protocol):
     async def scale(self, model: str, version: str | None, instances: int) -> None:
         """Raises ModelNotFound, BadRequest, Conflict, LoadFailed; then nothing has changed."""
 
+    async def drain(self, model: str, version: str, drained: bool) -> None:
+        """Stops new requests to a version and waits for the accepted ones; or, with False, lets new ones in again.
+
+        Raises ModelNotFound, ModelNotReady; Conflict where no other version would answer."""
+
     async def set_default(self, model: str, version: str) -> None:
         """Raises ModelNotFound."""
 

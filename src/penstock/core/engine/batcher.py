@@ -435,9 +435,16 @@ class Batcher:
         """Waits up to `seconds` until no request waits or runs; True when none is left."""
         loop, emptied = asyncio.get_running_loop(), asyncio.Event()
         with self.guard:
-            self._emptied = lambda: loop.call_soon_threadsafe(emptied.set)
             if not self._waiting:
                 return True
+            others = self._emptied  # several may wait: a drain, and the unload after it
+
+            def wake() -> None:
+                self._emptied = lambda: None
+                others()
+                loop.call_soon_threadsafe(emptied.set)
+
+            self._emptied = wake
         return await within(emptied, seconds)
 
     def close(self, error: PenstockError) -> None:

@@ -295,6 +295,19 @@ class Engine:
         """The version, or the default version for None. Raises ModelNotFound."""
         return self._registry.find(name, version).version
 
+    def set_drained(self, name: str, version: str, drained: bool) -> None:
+        """See `ModelHandle.set_drained`. Also raises ModelNotFound, and Conflict if no other version would answer the
+        requests without a version."""
+        handle = self._registry.find(name, version)
+        if drained and not any(h.ready for h in self._registry.versions(name).values() if h is not handle):
+            raise Conflict(
+                f"no other version of model '{name}' is ready: every request would fail; load one first, or unload this"
+            )
+        if drained and self._registry.holds_default(handle):
+            raise Conflict(f"version '{version}' is the default that was set for '{name}': set another one first")
+        handle.set_drained(drained)
+        self._route(name)
+
     def set_default(self, name: str, version: str) -> None:
         """Sends requests without a version to this one. Raises ModelNotFound."""
         self._registry.set_default(name, version)
@@ -443,7 +456,7 @@ class Engine:
         if self.draining or not handles:
             return False
         for handle in handles.values():  # noqa: SIM110 - a generator costs a rare health check, on cold caches, 0.01 ms
-            if not handle.ready:
+            if not handle.ready and handle.state != "DRAINED":
                 return False
         return True
 

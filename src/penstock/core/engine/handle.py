@@ -140,6 +140,25 @@ class ModelHandle:
         if self.scaler is not None and self.batcher is not None:
             self.scaler.watch(self.batcher, self.batching, self._full_rows)
 
+    def set_drained(self, drained: bool) -> None:
+        """Refuses new requests until it is set back. Raises ModelNotReady if it does not answer, Conflict if it is not
+        drained."""
+        if self.state != "DRAINED":
+            if not drained:
+                raise Conflict(f"model '{self.name}' version '{self.version}' is {self.state.lower()}, not drained")
+            if self.state != "READY":
+                raise ModelNotReady(f"model '{self.name}' is {self.state.lower()}: only a ready version can be drained")
+        self.state = "DRAINED" if drained else "FAILED"
+        self._on_change()
+
+    async def drained(self, drain_s: float) -> None:
+        """Waits until the accepted requests are answered. Raises ModelNotReady if that takes longer."""
+        if self.batcher is not None and not await self.batcher.drain(drain_s):
+            raise ModelNotReady(
+                f"model '{self.name}' version '{self.version}' takes no new requests, but {self.batcher.pending} are"
+                f" not answered after {drain_s:g} s (server.drain_s)"
+            )
+
     async def close(self, drain_s: float) -> None:
         """Answers accepted requests for at most `drain_s`, then ends every worker."""
         self.state = "DRAINING"
@@ -221,7 +240,7 @@ class ModelHandle:
         if self.batcher is not None:
             task = self.metadata.task if self.metadata else ""
             self.batcher.scheduler.max_queue = queue_bound(self.batching, self._most_instances, self._full_rows, task)
-        if self.state == "DRAINING":
+        if self.state in ("DRAINING", "DRAINED"):
             return
         if self.instances.up and not self._broken:
             self.state = "READY"

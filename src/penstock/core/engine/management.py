@@ -83,6 +83,15 @@ class Management:
         self._bound(instances)
         await self._change(self._in_turn(model, partial(self._scale, model, version, instances)))
 
+    async def drain(self, model: str, version: str, drained: bool) -> None:
+        self.check_open()
+        await self._change(self._drain(model, version, drained))
+
+    async def _drain(self, model: str, version: str, drained: bool) -> None:
+        await self._in_turn(model, partial(self._engine.set_drained, model, version, drained))
+        if drained:  # not in its turn: it can be set back meanwhile
+            await self._engine.handle(model, version).drained(self._config.server.drain_s)
+
     async def set_default(self, model: str, version: str) -> None:
         self.check_open()
         await self._change(self._in_turn(model, partial(self._engine.set_default, model, version)))

@@ -188,6 +188,11 @@ class ModelRegistry(Generic[T]):
             handle = max(versions, key=lambda h: (h.ready, version_order(h.version)))
         return handle
 
+    def holds_default(self, handle: T) -> bool:
+        """Whether requests without a version wait for this one, ready or not."""
+        chosen = handle.name in self._set and handle.name not in self.splits
+        return chosen and self.handles[(handle.name, None)] is handle
+
     def share(self, handle: T) -> tuple[bool, float]:
         """(is the default, share of the requests without a version)."""
         default = (handle.name, None) in self.handles and self.find(handle.name, None) is handle

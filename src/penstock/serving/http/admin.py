@@ -19,6 +19,7 @@ MOST_BATCHES: Final = 1000  # in one response of /debug/batches
 # examples in the errors of bodies
 _TARGET: Final = '{"target": "app.py:Model"}'
 _INSTANCES: Final = '{"instances": 2}'
+_DRAIN: Final = '{"drained": true}'
 _VERSION: Final = '{"version": "2"}'
 _WEIGHTS: Final = '{"1": 0.9, "2": 0.1}'
 
@@ -60,6 +61,10 @@ def metrics_routes(
 
 class _Scale(Struct, forbid_unknown_fields=True):
     instances: int
+
+
+class _Drain(Struct, forbid_unknown_fields=True):
+    drained: bool
 
 
 class _Default(Struct, forbid_unknown_fields=True):
@@ -106,6 +111,7 @@ def management_routes(backend: Backend, management: ManagementBackend | None) ->
     put = change(lambda to, model, version, body: to.put(model, version, _read(body, dict[str, Any], _TARGET)))
     unload = change(lambda to, model, version, body: to.unload(model, version))
     scale = change(lambda to, model, version, body: to.scale(model, version, _read(body, _Scale, _INSTANCES).instances))
+    drain = change(lambda to, model, version, body: to.drain(model, version or "", _read(body, _Drain, _DRAIN).drained))
     default = change(lambda to, model, version, body: to.set_default(model, _read(body, _Default, _VERSION).version))
     traffic = change(lambda to, model, version, body: to.set_traffic(model, _read(body, dict[str, float], _WEIGHTS)))
     return (
@@ -117,6 +123,7 @@ def management_routes(backend: Backend, management: ManagementBackend | None) ->
         methods_route("/models/{model}/traffic", "The weights of the versions", PUT=traffic),
         methods_route("/models/{model}/{version}", "A version of a model", GET=version, PUT=put, DELETE=unload),
         methods_route("/models/{model}/{version}/scale", "The number of instances of a version", PUT=scale),
+        methods_route("/models/{model}/{version}/drain", "Whether a version takes new requests", PUT=drain),
     )
 
 

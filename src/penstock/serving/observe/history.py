@@ -170,6 +170,8 @@ class History(Observer):
         """Notes changes that no hook reports, of whatever made them."""
         if now.instances != before.instances:
             self.note(now.name, now.version, "scaled", f"from {before.instances} to {now.instances} instances")
+        if now.state != before.state and "DRAINED" in (now.state, before.state):
+            self.note(now.name, now.version, "drained" if now.state == "DRAINED" else "resumed", "")
         if now.default and not before.default:
             self.note(now.name, now.version, "default", "for requests without a version")
         if now.traffic != before.traffic and {now.traffic, before.traffic} != {0.0, 1.0}:

@@ -110,7 +110,7 @@ def _text(value: Any) -> str:
 
 
 MOST_FILES: Final = 10_000  # of the store that are looked at
-_STATES: Final = {"IDLE": "READY", "FAILED": "UNAVAILABLE", "DRAINING": "UNLOADING"}
+_STATES: Final = {"IDLE": "READY", "FAILED": "UNAVAILABLE", "DRAINED": "UNAVAILABLE", "DRAINING": "UNLOADING"}
 _FOLDERS: Final = re.compile(r"(?<![\w.])/(?:[^/\s'\"]+/)*")
 _NOT_OF_A_LOAD: Final = ("name", "traffic")  # keys of a section that do not describe a version
 

@@ -361,6 +361,51 @@ async def test_nothing_changes_unless_the_configuration_allows_it(engine: Engine
     assert [s.instances for s in engine.statuses()] == [1]
 
 
+async def test_a_drained_version_answers_what_it_accepted_and_takes_nothing_new_until_it_is_set_back(
+    manage: Management, engine: Engine, wait_until: Any
+) -> None:
+    with pytest.raises(Conflict, match="no other version of model 'm' is ready"):
+        await manage.drain("m", "1", True)
+    await manage.put("m", "2", keys("two.py:Model"))
+    with pytest.raises(Conflict, match="version '2' is ready, not drained"):
+        await manage.drain("m", "2", False)
+    running = asyncio.create_task(engine.infer("m", 0.3, version="2"))
+    await asyncio.sleep(0)
+    draining = [asyncio.create_task(manage.drain("m", "2", True)) for _ in range(2)]
+    await wait_until(lambda: engine.handle("m", "2").state == "DRAINED")
+    with pytest.raises(ModelNotReady, match="model 'm' is drained"):
+        await engine.infer("m", 0.0, version="2")
+    assert await engine.infer("m", 0.0) == "one", "requests without a version go to the other one"
+    assert not any(task.done() for task in draining)
+    assert await running == "two"
+    await asyncio.gather(*draining)
+    assert engine.ready()
+    assert [(s.version, s.state, s.ready_instances) for s in manage.statuses()][1] == ("2", "DRAINED", 1)
+    with pytest.raises(Conflict, match="no other version"):
+        await manage.drain("m", "1", True)
+    await manage.drain("m", "2", False)
+    assert await engine.infer("m", 0.0) == "two"
+    await manage.set_default("m", "2")
+    with pytest.raises(Conflict, match="set another one first"):
+        await manage.drain("m", "2", True)
+    with pytest.raises(ModelNotFound):
+        await manage.drain("m", "3", True)
+
+
+async def test_a_drain_that_takes_too_long_is_an_error_and_the_version_stays_drained(
+    engine: Engine, config: Config
+) -> None:
+    manage = Management(engine, structs.replace(config, server=structs.replace(config.server, drain_s=0.1)))
+    manage.started = True
+    await manage.put("m", "2", keys("app.py:Model"))
+    running = asyncio.create_task(engine.infer("m", 0.5, version="2"))
+    await asyncio.sleep(0)
+    with pytest.raises(ModelNotReady, match=r"1 are not answered after 0.1 s \(server.drain_s\)"):
+        await manage.drain("m", "2", True)
+    assert await running == "one"
+    assert engine.handle("m", "2").state == "DRAINED"
+
+
 async def test_nothing_changes_while_the_server_starts_or_drains(manage: Management, engine: Engine) -> None:
     manage.started = False
     with pytest.raises(ModelNotReady, match="starting"):

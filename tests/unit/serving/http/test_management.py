@@ -53,6 +53,9 @@ class FakeManagement:
     async def scale(self, model: str, version: str | None, instances: int) -> None:
         await self._do("scale", model, version, instances)
 
+    async def drain(self, model: str, version: str, drained: bool) -> None:
+        await self._do("drain", model, version, drained)
+
     async def set_default(self, model: str, version: str) -> None:
         await self._do("default", model, version)
 
@@ -87,6 +90,7 @@ CHANGES = [
     ("DELETE", "/models/m/2", b"", ("unload", "m", "2")),
     ("PUT", "/models/m/scale", b'{"instances":3}', ("scale", "m", None, 3)),
     ("PUT", "/models/m/2/scale", b'{"instances":3}', ("scale", "m", "2", 3)),
+    ("PUT", "/models/m/2/drain", b'{"drained":true}', ("drain", "m", "2", True)),
     ("PUT", "/models/m/default", b'{"version":"2"}', ("default", "m", "2")),
     ("PUT", "/models/m/traffic", b'{"1":0.9,"2":0.1}', ("traffic", "m", {"1": 0.9, "2": 0.1})),
 ]
@@ -174,6 +178,8 @@ SCALE = "/models/m/scale"
         *[(SCALE, b) for b in (b'{"instances":NaN}', b'{"instances":1e99}', b'{"instances":2.5}')],
         *[(SCALE, b) for b in (b'{"instances":"3"}', b'{"instances":true}', b'{"instances":1,"more":2}')],
         *[(SCALE, b) for b in (b'{"instances":null}', b"\xff\xfe", b"[" * 5000)],
+        ("/models/m/2/drain", b'{"drained":1}'),
+        ("/models/m/2/drain", b""),
         ("/models/m/default", b'{"version":2}'),
         ("/models/m/default", b'{"versio":"2"}'),
         ("/models/m/traffic", b'{"1":"all"}'),

@@ -72,8 +72,9 @@ class Actions {
     const own = `${path}/${encodeURIComponent(model.version)}`;
     const [instances, label] = this.field("Instances", { type: "number", min: 1, max: 999, value: model.instances, required: "" });
     const effect = element("span", "", { class: "effect" });
-    this.predict = () => (effect.textContent = predicted(this.now, Number(instances.value)));
-    instances.oninput = this.predict;
+    this.explain = () => (this.drainText.textContent = this.drain());
+    instances.oninput = () => this.simulate(own, instances.value, effect);
+    this.simulate(own, instances.value, effect);
     const forms = [this.form("Scale", () => this.send("PUT", `${own}/scale`, { instances: Number(instances.value) }), label)];
     forms[0].append(" ", effect);
     if (versions.length > 1) {
@@ -87,9 +88,16 @@ class Actions {
         this.send("PUT", `${path}/traffic`, weights);
       }, ...shares.map(([, , labelled]) => labelled)));
     }
+    const drained = model.state === "DRAINED";
+    const drain = this.form(drained ? "Resume" : "Drain", () => this.send("PUT", `${own}/drain`, { drained: !drained }));
+    this.drain = drained ? () => "The version gets its requests again." : () => `New requests go to other versions, those that name version ${model.version} are refused; waits for the ${count(this.inFlight)} in flight, and keeps the instances.`;
+    this.drainText = element("span", "", { class: "effect" });
+    drain.append(" ", this.drainText);
+    forms.push(versions.length > 1 || drained ? drain : element("p", "Drain: needs another version that answers; load one first.", { class: "effect" }));
     const [sure, confirm] = this.field("", { type: "checkbox", required: "" });
     confirm.append(" accepted requests are answered first, others get an error ");
-    forms.push(this.form("Drain and unload", () => sure.checked && this.send("DELETE", own), confirm));
+    forms.push(this.form("Unload", () => sure.checked && this.send("DELETE", own), confirm));
+    const at = this.fields().indexOf(document.activeElement);
     this.section.replaceChildren(element("h3", "Actions"), ...forms, this.answer);
     this.predict();
   }
