@@ -37,6 +37,7 @@ from penstock.serving.http.listener import reading_of
 from penstock.serving.http.server import HttpServer, NativeFlavor
 from penstock.serving.http.sockets import PortInUse
 from penstock.serving.observe.batches import nodes
+from penstock.serving.observe.causes import Effect, Scenario
 from penstock.serving.observe.history import History, StageTotals, Totals
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.recorders import ArrivalRecorder, BatchRecords
@@ -119,7 +120,7 @@ class Server:
         self._metrics = PrometheusObserver(further=further)
         self._history = History()
         readings = (self._totals, self._records.newest, self._metrics.work, self._pipeline)
-        self._dashboard = Dashboard(self._history, lambda: self._metrics.read(), *readings)
+        self._dashboard = Dashboard(self._history, lambda: self._metrics.read(), *readings, simulate=_simulate)
         self._engine: Engine | None = None
         self._management: Management | None = None  # once the configured models are loaded
         self._stop = StopSignal(self._report_draining, self._reload)
@@ -387,8 +388,16 @@ async def _start_beside_others(start: Callable[..., Awaitable[T]], name: str, po
     return found
 
 
-def _reading(engine: Engine, http: HttpServer, grpc: GrpcListener | None) -> ServerSnapshot:
-    """The state that gauges show."""
+def _simulate(scenario: Scenario) -> Effect:
+    from penstock.perf.simulate.effects import effect  # only where somebody looks
+
+    return effect(scenario)
+
+
+def _reading(
+    engine: Engine, http: HttpServer, grpc: GrpcListener | None, written: dict[tuple[str, str], float]
+) -> ServerSnapshot:
+    """The state that gauges show. `written` sums the seconds of writing by model version."""
     reading = engine.reading()
     for listener in (http.listener, *(() if grpc is None else (grpc.listener,))):
         new, listener.counts.write_s = listener.counts.write_s, defaultdict(float)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import html
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -22,23 +23,26 @@ from msgspec.structs import replace
 from penstock._version import __version__
 from penstock.core.contracts import Backend, ModelSnapshot, ServerSnapshot
 from penstock.core.readings import resident_bytes
-from penstock.errors import ModelNotFound, QueueFull
+from penstock.errors import BadRequest, ModelNotFound, QueueFull
 from penstock.runs import running
 from penstock.serving.http.responses import SSE, sse_event
 from penstock.serving.observe.batches import batches
-from penstock.serving.observe.causes import findings
+from penstock.serving.observe.causes import Effect, Finding, Scenario, findings
 from penstock.serving.observe.history import KEPT, OVERVIEW, STEP, Event, History, Key, Second, Totals
 from penstock.serving.observe.readings import Machine, Readings, Work
 from penstock.serving.observe.recorders import BatchReport
 from penstock.serving.observe.system import MachineReader
 from penstock.serving.observe.verdict import LOOKED_S, Verdict, verdict
-from penstock.serving.protocols.route import PAGE_HEADERS, Route, Template
+from penstock.serving.protocols.bodies import JSON
+from penstock.serving.protocols.route import PAGE_HEADERS, HttpRequest, Route, Template, methods_route
 from penstock.types import ItemResult, Sink
 
 log = logging.getLogger("penstock.serving")
 
 VIEWERS: Final = 100
 SHOWN_S: Final = 60  # of the small charts
+EFFECTS: Final = 200  # kept
+FRESH_S: Final = 30.0  # for which a simulated effect is right: a choice
 MEMORY_EVERY: Final = 5  # seconds: reading it costs more than all else
 MODELS: Final = 500  # in one view, the busiest first
 _STATIC: Final = Path(__file__).parent / "static"
@@ -55,7 +59,8 @@ _COST: Final = ("a_s", "b_s", "ready", "fitted", "upper_ratio", "points", "sizes
 class Dashboard:
     """The views of one server. `read` returns its state, `totals` and `work` its counters by model, `newest` the last
     batches of a model version, the newest first, `pipeline` the graph and the metrics of its nodes (None for other
-    models), and `broker` the seconds of the last write to a broker.
+    models), and `broker` the seconds of the last write to a broker. `simulate` takes up to a second and runs on another
+    thread; without it the gain of a change is estimated.
 
     `run` ticks once a second until it is cancelled; `close` ends the streams of all viewers.
     """
@@ -70,10 +75,15 @@ class Dashboard:
         pipeline: Callable[[str, str], dict[str, Any] | None] = lambda model, version: None,
         clock: Callable[[], float] = time.monotonic,
         broker: Callable[[], float] = float,
+        simulate: Callable[[Scenario], Effect] | None = None,
     ) -> None:
         self._history, self._read, self._newest, self._clock = history, read, newest, clock
         self._pipeline = pipeline
         self._manages = False
+        self._simulate = simulate
+        self._effects: dict[tuple[Key, int, int], tuple[float, Effect]] = {}  # by instances and batch limit
+        self._simulating = asyncio.Lock()
+        self._asking = 0
         self._read_totals, self._totals = totals, dict[Key, Totals]()
         self._work, self._broker, self._readings = work, broker, Readings()
         self._machine: Machine | None = None  # read while somebody looks
@@ -95,8 +105,54 @@ class Dashboard:
             try:
                 self._machine = await self._read_machine(machine) if self._viewers else None
                 self.tick()
+                if self._viewers:
+                    await self._simulate_findings()
             except Exception:
                 log.exception("event=bug where=dashboard consequence=second_not_shown")
+
+    async def _simulate_findings(self) -> None:
+        """Simulates one of the found changes."""
+        for found in findings(self._readings.read()):
+            if found.scenario is not None and self._known((found.model, found.version), found.scenario)[0] <= 0:
+                await self._effect((found.model, found.version), found.scenario)
+                return
+
+    def _known(self, key: Key, scenario: Scenario) -> tuple[float, Effect | None]:
+        """(seconds for which the effect of a change is still right, the effect that was simulated last)."""
+        until_s, effect = self._effects.get((key, scenario.then.instances, scenario.then.max_batch_size), (0.0, None))
+        return until_s - self._clock() if effect else 0.0, effect
+
+    async def _effect(self, key: Key, scenario: Scenario) -> Effect | None:
+        """What a change brings, None if it cannot be simulated. One simulation runs at a time."""
+        if self._simulate is None:
+            return None
+        async with self._simulating:
+            if self._known(key, scenario)[0] <= 0:
+                effect = await asyncio.get_running_loop().run_in_executor(None, self._simulate, scenario)
+                place = (key, scenario.then.instances, scenario.then.max_batch_size)
+                self._effects.pop(place, None)
+                self._effects[place] = self._clock() + FRESH_S, effect
+                if len(self._effects) > EFFECTS:
+                    del self._effects[next(iter(self._effects))]
+            return self._known(key, scenario)[1]
+
+    async def _show_effect(self, request: HttpRequest) -> ItemResult:
+        """The effect of another number of instances as JSON, null if the cost of a batch is not known."""
+        names, instances = request.names, request.names["instances"]
+        if not re.fullmatch("[1-9][0-9]{0,2}", instances):
+            raise BadRequest(f"instances is {instances[:100]!r}, expected a whole number from 1 to 999")
+        if self._asking >= VIEWERS:
+            raise QueueFull(f"{VIEWERS} simulations wait already", retry_after_s=10.0)
+        key, found = (names["model"], names["version"]), None
+        self._asking += 1
+        try:
+            for reading in self._readings.read():
+                if (reading.name, reading.version) == key:
+                    scenario = reading.changed(int(instances), reading.max_batch_size)
+                    found = scenario and await self._effect(key, scenario)
+        finally:
+            self._asking -= 1
+        return ItemResult(msgspec.json.encode(found), JSON)
 
     async def _read_machine(self, reader: MachineReader) -> Machine:
         models = self._snapshot.models
@@ -156,7 +212,14 @@ class Dashboard:
 
     def _verdict(self) -> Verdict:
         last = {m.key: self._history.last(m.key, LOOKED_S) for m in self._snapshot.models}
-        return verdict(self._snapshot.models, last, findings(self._readings.read()))
+        return verdict(self._snapshot.models, last, [self._with_gain(f) for f in findings(self._readings.read())])
+
+    def _with_gain(self, found: Finding) -> Finding:
+        """A finding with the simulated gain, None until it is known."""
+        if found.scenario is None or self._simulate is None:
+            return found
+        effect = self._known((found.model, found.version), found.scenario)[1]
+        return replace(found, gain=effect and effect.gain)
 
     def _events(self) -> tuple[Sequence[Event], Sequence[Event]]:
         """The events that were sent in an earlier second, and the new ones."""
@@ -261,6 +324,9 @@ class Dashboard:
                 Template(f"/dashboard/events{path}", summary, subscribe=self.subscribe, own_events=True)
                 for path, summary in _STREAMS.items()
             ),
+            methods_route(
+                "/dashboard/effects/{model}/{version}/{instances}", "What more instances bring", GET=self._show_effect
+            ),
             *(replace(each, path=f"/dashboard{each.path}", guard="management") for each in changes),
         )
 
@@ -273,7 +339,9 @@ class Dashboard:
             status, now = model.status, self._now(model.key)
             cells = (status.name, status.version, status.state, f"{status.ready_instances} of {status.instances}")
             numbers = (f"{now.requests:.0f}", f"{now.p99_s * 1000:.1f}", str(status.queue))
-            lines.append("".join(f"<td>{html.escape(cell)}</td>" for cell in (*cells, *numbers)))
+            labels = ("", *(f' data-label="{head}"' for head in heads[1:]))
+            row = zip(labels, (*cells, *numbers), strict=True)
+            lines.append("".join(f"<td{label}>{html.escape(cell)}</td>" for label, cell in row))
         rows = "".join(f"<tr>{line}</tr>" for line in lines)
         return f"<p>{html.escape(self._verdict().text)}</p><table>{rows}</table>"
 

@@ -29,6 +29,7 @@ LAG_S: Final = 0.002  # a broker in the same network answers sooner
 RUNNING: Final = 0.8  # share of the rows in flight that can run; the others are on their way (simulated closed loops)
 WORTH: Final = 1.1  # smaller gains are not worth a restart
 MUCH: Final = 1.4  # of a batch twice as large: over half of the time of the present one is set-up cost
+SHORT_S: Final = 0.0005  # of a full batch: below, the server is the limit and not the model
 WAITS: Final = 0.05  # cores of an instance that mostly waits for a device or a network: a choice
 
 
@@ -46,6 +47,42 @@ class ServerReading(Struct, frozen=True, kw_only=True):
     unsent_bytes: float = 0.0
     pool: float = 0.0
     broker_s: float = 0.0
+
+
+class Setup(Struct, frozen=True):
+    """Instances, the batch limit, and seconds from batch to batch: `fixed_s` + `row_s` for each row."""
+
+    instances: int
+    max_batch_size: int
+    fixed_s: float
+    row_s: float
+
+
+class Scenario(Struct, frozen=True):
+    """A change to simulate, at a load of so many rows in flight and a second."""
+
+    now: Setup
+    then: Setup
+    in_flight: int
+    rate: float
+
+
+class Outlook(Struct, frozen=True):
+    """Rows a second of full batches; p99 at the present load, None if the queue would grow or there is no load; busy
+    share of the instances."""
+
+    capacity: float
+    p99_s: float | None
+    busy: float
+
+
+class Effect(Struct, frozen=True):
+    """What a simulated change brings. `gain` is how many times as many requests are answered while as many are in
+    flight."""
+
+    gain: float
+    now: Outlook
+    then: Outlook
 
 
 class Reading(Struct, frozen=True, kw_only=True):
@@ -133,6 +170,15 @@ class Reading(Struct, frozen=True, kw_only=True):
         between_s = max(0.0, self.period_s - self.run_s) if self.saturated else 0.0
         return max(1e-9, self.fixed_s + self.row_s * rows + between_s)
 
+    def changed(self, instances: int, max_batch_size: int, speed: float = 1.0) -> Scenario | None:
+        """This change, with so many times faster batches; None if no cost was learned, or hardly any."""
+        if not self.up or self.fixed_s + self.row_s * self.max_batch_size < SHORT_S:
+            return None
+        fixed_s = self._run_s(0)
+        then = Setup(instances, max_batch_size, fixed_s / speed, self.row_s / speed)
+        now = Setup(self.up, self.max_batch_size, fixed_s, self.row_s)
+        return Scenario(now, then, round(self.in_flight_rows), self.batches * self.rows)
+
     @property
     def larger(self) -> int:
         """The batch limit to try next: twice the present one, because the learned line was not seen farther out. Some
@@ -193,7 +239,8 @@ class Reading(Struct, frozen=True, kw_only=True):
 
 class Finding(Struct, frozen=True):
     """A cause that holds for a model, in sentences. `gain` is how many times as many requests the change lets the
-    server answer in a second, None where no reading predicts it. `metric` shows the evidence."""
+    server answer in a second, None where no reading predicts it; a `scenario` can be simulated instead. `metric` shows
+    the evidence."""
 
     cause: str
     model: str
@@ -202,6 +249,7 @@ class Finding(Struct, frozen=True):
     change: str
     gain: float | None
     metric: str
+    scenario: Scenario | None = None
 
 
 class Cause(NamedTuple):
@@ -213,13 +261,23 @@ class Cause(NamedTuple):
     evidence: Callable[[Reading], str]
     change: Callable[[Reading], str]
     gain: Callable[[Reading], float | None] = lambda r: None
+    scenario: Callable[[Reading], Scenario | None] = lambda r: None
 
 
 def findings(readings: Iterable[Reading]) -> list[Finding]:
     """The causes that hold, in the order of the table; of models with the same cause, the one with more requests."""
     models = sorted(readings, key=lambda r: -r.requests)
     return [
-        Finding(cause.name, r.name, r.version, cause.evidence(r), cause.change(r), cause.gain(r), cause.metric)
+        Finding(
+            cause.name,
+            r.name,
+            r.version,
+            cause.evidence(r),
+            cause.change(r),
+            cause.gain(r),
+            cause.metric,
+            cause.scenario(r),
+        )
         for cause in CAUSES
         for r in models
         if cause.holds(r)
@@ -311,6 +369,7 @@ CAUSES: Final = (
         lambda r: f"{r.up} instances want {r.server.cores} cores, and {_batch(r)}",
         lambda r: f"set instances = {r.fewer}",
         lambda r: max(1.0, r.times(r.fewer, r.max_batch_size) * r.up / r.fewer),
+        lambda r: r.changed(r.fewer, r.max_batch_size, r.up / r.fewer),
     ),
     Cause(
         "padding",
@@ -371,6 +430,7 @@ CAUSES: Final = (
         ),
         lambda r: f"set batching.max_batch_size = {r.larger}",
         lambda r: r.times(r.up, r.larger),
+        lambda r: r.changed(r.up, r.larger),
     ),
     Cause(
         "too few instances",
@@ -382,5 +442,6 @@ CAUSES: Final = (
         ),
         lambda r: f"set instances = {r.more}",
         lambda r: r.multiplied(),
+        lambda r: r.changed(r.more, r.max_batch_size),
     ),
 )

@@ -34,6 +34,20 @@ class Actions {
     field.focus();
   }
 
+  // Shows what so many instances bring, once the number has not changed for a moment.
+  simulate(path, instances, effect) {
+    clearTimeout(this.asked);
+    effect.textContent = "";
+    if (this.section.hidden || !(instances >= 1)) return;
+    this.asked = setTimeout(async () => {
+      const headers = token ? { authorization: `Bearer ${token}` } : {};
+      const response = await fetch(`/dashboard/effects/${path}/${Number(instances)}`, { headers }).catch(() => ({}));
+      const found = response.ok ? await response.json() : null;
+      effect.textContent = found ? said(found) : "the effect is not known: too few batches yet, or too short ones";
+      if (!found && effect.offsetParent) this.asked = setTimeout(() => this.simulate(path, instances, effect), 5000); // they come
+    }, 300);
+  }
+
   form(action, submit, ...children) {
     const form = element("form", "", {}, ...children, " ", element("button", action));
     form.onsubmit = (event) => {
@@ -41,6 +55,10 @@ class Actions {
       submit();
     };
     return form;
+  }
+
+  fields() {
+    return [...this.section.querySelectorAll("button, input")];
   }
 
   field(label, attributes) {
@@ -59,10 +77,10 @@ class Actions {
 
   show(model, detail) {
     const versions = detail.versions;
-    this.now = { model, detail, now };
-    const made = JSON.stringify([model.name, model.version, model.instances, versions]);
+    this.inFlight = detail.in_flight;
+    const made = JSON.stringify([model.name, model.version, model.state, model.instances, versions]);
     if (made === this.made) { // else the fields would lose what is typed
-      this.predict?.();
+      this.explain?.();
       return;
     }
     if (this.name !== model.name) this.answer.textContent = "";
@@ -99,20 +117,15 @@ class Actions {
     forms.push(this.form("Unload", () => sure.checked && this.send("DELETE", own), confirm));
     const at = this.fields().indexOf(document.activeElement);
     this.section.replaceChildren(element("h3", "Actions"), ...forms, this.answer);
-    this.predict();
+    this.fields()[at]?.focus(); // else a keyboard would begin again at the top of the page
+    this.explain();
   }
 }
 
-// What another number of instances changes, by the learned cost of full batches and by how busy the instances are.
-function predicted({ model, detail, now }, instances) {
-  const cost = detail.cost;
-  if (!(instances >= 1)) return "";
-  const busy = Math.min(100, Math.round((100 * now.busy) / Math.max(1, model.up)));
-  const then = Math.min(100, Math.round((100 * Math.min(now.busy, model.up)) / instances));
-  const load = `each ${then} % busy at the present load, now ${busy} %`;
-  const most = cost.max_batch_size ?? 1;
-  const last = Object.values(cost.sizes_s ?? {}).at(-1) ?? cost.a_s + cost.b_s * most;
-  if (!cost.ready || !(cost.fitted || cost.sizes_s || most === 1)) return `${load}; too few batches to predict the capacity`;
-  const each = most / last;
-  return `capacity ${count(each * instances)} rows/s, now ${count(each * model.instances)}; ${load}, if processors or memory are free`;
+// What another number of instances changes, as the server simulates it with the learned cost of its batches.
+function said({ now, then }) {
+  const busy = (of) => `each instance ${Math.round(100 * of.busy)} % busy`;
+  const load = then.p99_s ? `at the present load p99 ${seconds(then.p99_s)}, now ${now.p99_s ? seconds(now.p99_s) : "without bound"}, ${busy(then)}`
+    : then.busy ? "too few for the present load: the queue would grow" : "no load now";
+  return `simulated: capacity ${count(then.capacity)} rows/s, now ${count(now.capacity)}; ${load}; if processors or memory are free`;
 }

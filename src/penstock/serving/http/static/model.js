@@ -107,7 +107,7 @@ class ModelPage {
     this.drawCost(detail.cost);
     this.drawSlow(detail.slow);
     this.graph.show(detail.pipeline, view.up_s);
-    this.actions.show(model, detail, Object.fromEntries(this.fields.map((name, i) => [name, this.rows.at(-1)?.[i] ?? 0])));
+    this.actions.show(model, detail);
   }
 
   draw() {
