@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -34,7 +36,7 @@ SOURCE = """
     def fails(items):
         raise ValueError("always")
 """
-HOSTILE = '<img src=x onerror="document.title=1">\u001b[31m'
+HOSTILE = '<img src=x onerror="document.title=1">\u001b[31m\nx'
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +217,8 @@ def test_a_model_is_scaled_and_unloaded_on_its_page(
     field = "document.querySelector('#model .actions input[type=number]')"
     browser.wait_for(f"{field}.value === '1' && modelPage.rows.length > 1")
     browser.run(f"{field}.value = '2', {field}.dispatchEvent(new Event('input'))")
-    assert "at the present load" in browser.wait_for("document.querySelector('#model .effect').textContent")
+    effect = browser.wait_for("document.querySelector('#model .effect').textContent")
+    assert effect == "the effect is not known: too few batches yet, or too short ones"
     press(browser, "Scale")
     browser.wait_for("!!document.querySelector('#model .actions input[type=password]')")
     browser.run("document.querySelector('#model .actions input[type=password]').value = 'secret'")
@@ -225,7 +228,7 @@ def test_a_model_is_scaled_and_unloaded_on_its_page(
     browser.problems = [text for text in browser.problems if "401" not in text]
     check_page(browser, "actions")
     browser.run("document.querySelector('#model .actions input[type=checkbox]').checked = true")
-    press(browser, "Drain and unload")
+    press(browser, "Unload")
     browser.wait_for("document.querySelector('#model dl').innerText.includes('no longer loaded')")
 
 
@@ -244,6 +247,13 @@ def test_a_model_is_loaded_on_the_page_and_gets_a_share_of_the_traffic(
     browser.run("[...document.querySelectorAll('#model .actions input')].slice(1, 3).forEach((e) => (e.value = 50))")
     press(browser, "Split traffic")
     browser.wait_for("/traffic, from [0-9]+% to 50%/.test(document.querySelector('#events').innerText)")
+    press(browser, "Drain")
+    browser.wait_for("document.querySelector('#model dl').innerText.includes('DRAINED')")
+    assert {server.post("/predictions/echo", b"1")[0] for _ in range(4)} == {200}
+    press(browser, "Resume")
+    browser.wait_for("/READY/.test(document.querySelector('#model dl').innerText)")
+    for event in ("drained", "resumed"):
+        assert event in browser.wait_for("document.querySelector('#events').innerText")
 
 
 def test_nothing_is_changed_where_management_is_off_or_another_page_asks(
@@ -308,19 +318,53 @@ def test_files_are_small_and_nothing_runs_in_the_page(server: Any) -> None:
     assert page.count("<td>echo</td>") == 1, "a browser without scripts has a table"
 
 
-def test_hostile_names_are_texts(serve_all: Callable[..., Any], browser: Browser, tmp_path: Path) -> None:
+def test_hostile_names_are_texts_on_every_page(serve_all: Callable[..., Any], browser: Browser, tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text("def echo(items):\n    return items\n")
-    (tmp_path / "penstock.toml").write_text(f'[models.m]\ntarget = "app.py:echo"\nname = {HOSTILE!r}\n')
+    versions = "".join(
+        f'[models.m{i}]\ntarget = "app.py:echo"\nname = {json.dumps(HOSTILE)}\nversion = "{i}"\n' for i in (1, 2)
+    )
+    (tmp_path / "penstock.toml").write_text(f"{versions}[server]\nmanagement = true\n")
     server = serve_all(None, "penstock.toml", cwd=tmp_path)
-    browser.open(f"{server.urls['metrics']}/")
-    shown = browser.wait_for("document.querySelector('#models tbody th')?.textContent")
-    assert "<img src=x" in shown
-    browser.run("document.querySelector('#models a').click()")
-    shown = browser.wait_for("document.querySelector('#model h2').textContent")
-    assert "<img src=x" in shown
+    url = server.urls["metrics"]
+    with urllib.request.urlopen(url) as answer:
+        page = answer.read().decode()
+    assert page.count("&lt;img src=x") >= 2
+    assert "<img" not in page
+    with Run("tune", HOSTILE) as run:
+        run.write(1, 2, HOSTILE)
+        browser.open(f"{url}/")
+        for shown in ("#models tbody th", "#runs li", "#events li"):
+            assert HOSTILE in browser.wait_for(f"document.querySelector('{shown}')?.textContent"), shown
+        check_page(browser, "hostile")
+    browser.run("document.querySelector('#models a[href^=\"#model/%3Cimg\"]').click()")
+    assert HOSTILE in browser.wait_for("document.querySelector('#model h2').textContent")
     browser.wait_for("document.querySelectorAll('#model dd').length > 5")
-    assert browser.run("document.title") == "Penstock"
-    assert browser.run("document.images.length") == 0
+    press(browser, "Drain")
+    browser.wait_for("document.querySelector('#events').innerText.includes('drained')")
+    check_page(browser, "hostile-model")
+    assert browser.run("[document.title, document.images.length]") == ["Penstock", 0]
+    found = subprocess.run(
+        [sys.executable, "-m", "penstock", "doctor", url], capture_output=True, text=True, timeout=60
+    )
+    assert "<img src=x" in found.stdout
+    assert "\x1b" not in found.stdout + found.stderr
+
+
+def test_a_browser_without_scripts_shows_a_table_and_nothing_that_waits(server: Any, browser: Browser) -> None:
+    browser.disable_scripts()
+    browser.resize(1280, 700)
+    browser.open(f"{server.urls['metrics']}/")
+    text = browser.wait_for("document.querySelector('noscript table') && document.body.innerText")
+    assert "echo\t1\tREADY\t1 of 1\t" in text
+    assert browser.run("document.querySelector('noscript td:nth-child(3)').dataset.label") == "State"
+    assert "Connecting" not in text
+    assert "Load" not in text
+    assert "Models" not in text
+    for width in (1280, 380):
+        browser.resize(width, 700)
+        assert browser.run("document.documentElement.scrollWidth <= window.innerWidth"), width
+        if folder := os.environ.get("PENSTOCK_PICTURES"):
+            Path(folder, f"no-scripts-{width}.png").write_bytes(browser.picture())
 
 
 def test_the_page_asks_for_a_token(serve: Callable[..., Any], browser: Browser, tmp_path: Path) -> None:
@@ -340,13 +384,18 @@ def test_the_page_asks_for_a_token(serve: Callable[..., Any], browser: Browser, 
     browser.wait_for("document.querySelectorAll('#models tbody tr').length === 1")
 
 
-def test_viewers_are_bounded_and_leave_nothing(server: Any) -> None:
+def test_a_thousand_viewers_are_bounded_and_leave_nothing(server: Any) -> None:
     from penstock.serving.http.dashboard import VIEWERS
 
     request = urllib.request.Request(f"{server.urls['metrics']}/dashboard/events")
     streams = [urllib.request.urlopen(request) for _ in range(VIEWERS)]
-    with pytest.raises(urllib.error.HTTPError, match="HTTP Error 429"):
-        urllib.request.urlopen(request)
+    for _ in range(1000 - VIEWERS):
+        with pytest.raises(urllib.error.HTTPError, match="HTTP Error 429") as refused:
+            urllib.request.urlopen(request)
+        assert b"the dashboard has 100 viewers, and takes no more" in refused.value.read()
+        refused.value.close()
+    assert all(stream.readline().startswith(b"data: ") for stream in streams), "the first ones go on"
+    assert server.post("/predictions/echo", b'"x"')[0] == 200
     for stream in streams:
         stream.close()
     for _ in range(100):  # the server is told that a viewer has left, or notices when it sends

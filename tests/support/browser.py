@@ -79,6 +79,10 @@ class Browser:
         """Asks for "light" or "dark" colours."""
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
+    def disable_scripts(self) -> None:
+        """Pages that are opened from now on run no scripts; `run` still works."""
+        self._call("Emulation.setScriptExecutionDisabled", value=True)
+
     def picture(self) -> bytes:
         """The page as a PNG file."""
         return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])

@@ -179,6 +179,7 @@ onhashchange = () => {
   run();
   if (shownModel()) modelPage.title.focus();
 };
+find("#verdict").textContent = "Connecting ..."; // a browser without scripts shows the table alone
 loading.load();
 find("#load").append(loading.section);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => modelPage.redraw());
