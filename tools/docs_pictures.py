@@ -1,4 +1,4 @@
-"""Makes the pictures of the documentation: a server under load, as a browser shows it. Run by `make docs-pictures`."""
+"""Makes the pictures of the documentation: a server under load, and a report. Run by `make docs-pictures`."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ def main() -> None:
                     name, _, url = server.stdout.readline().strip().partition(" ")
                     urls[name] = url.strip()
                 _take(urls, Path(folder))
+                _take_report(urls, Path(folder))
             finally:
                 server.terminate()
 
@@ -88,6 +89,21 @@ def _take(urls: dict[str, str], folder: Path) -> None:
     over.set()
     for thread in threads:
         thread.join()
+
+
+def _take_report(urls: dict[str, str], folder: Path) -> None:
+    """The report of a benchmark of one of the models."""
+    (folder / "x.json").write_text('"x"')
+    command = [sys.executable, "-m", "penstock", "bench", f"{urls['inference']}/predictions/classify"]
+    command += ["--concurrency=1,4,16,64", "--duration=4", "--slo=p99<=40ms", "--data=x.json", "--output=report"]
+    subprocess.run(command, cwd=folder, check=False)  # a missed SLO is a result, too
+    with Browser(folder / "reader") as browser:
+        browser.resize(1000, 1300)
+        browser.open((folder / "report" / "report.html").as_uri())
+        browser.wait_for(
+            "document.readyState === 'complete' && document.images.length + document.querySelectorAll('svg').length > 0"
+        )
+        (PICTURES / "report.png").write_bytes(browser.picture())
 
 
 if __name__ == "__main__":
