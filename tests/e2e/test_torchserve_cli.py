@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import http.server
 import json
 import os
 import re
@@ -220,6 +221,50 @@ def test_a_port_in_use_is_reported_with_its_key(torchserve: Any, store: Callable
     assert "Model server started" not in said
     assert not list((folder / "logs").glob("config/*")), "what never served is not restored"
     assert (folder / "key_file.json").read_text() == "{}", "the keys of the server that has the port"
+
+
+def test_a_model_whose_archive_is_being_opened_is_not_unknown(torchserve: Any, store: Callable[..., Path]) -> None:
+    archive = (store() / "echo.mar").read_bytes()
+    asked, go = threading.Event(), threading.Event()
+
+    class Slow(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.set()
+            go.wait(START_S)
+            self.send_response(200)
+            self.send_header("content-length", str(len(archive)))
+            self.end_headers()
+            self.wfile.write(archive)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    (torchserve.folder / "echo.mar").unlink()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            source = f"http://127.0.0.1:{server.server_address[1]}/echo.mar"
+            torchserve.configure(**{**CONFIG, "load_models": source, "allowed_urls": "http://127.0.0.1:.*"})
+            torchserve.start("--ts-config", "config.properties", wait=False)
+            torchserve.wait_for("Management gRPC API bind to")
+            assert asked.wait(START_S)
+            url, management = torchserve.url(), torchserve.url("Management")
+            for found in (f"{url}/predictions/echo", f"{url}/predictions/echo/1.0", f"{url}/invocations"):
+                status, body = torchserve.fetch(found, b"")
+                assert (status, json.loads(body)["type"]) == (503, "ServiceUnavailableException"), found
+                assert b"opening 1 more of its archives" in body
+            assert torchserve.fetch(f"{url}/wfpredict/w", b"")[0] == 503
+            assert torchserve.fetch(f"{management}/models/echo")[0] == 503
+            assert torchserve.fetch(f"{url}/ping")[0] == 500
+        finally:
+            go.set()
+            torchserve.wait_for("Model server started")
+            server.shutdown()
+            thread.join()
+    assert torchserve.fetch(f"{url}/predictions/echo", b"") == (200, b"answer")
+    assert torchserve.fetch(f"{url}/predictions/other", b"")[0] == 404
+    assert torchserve.fetch(f"{url}/wfpredict/w", b"")[0] == 404
 
 
 def test_a_broken_model_does_not_affect_the_others_and_a_missing_one_ends_the_start(

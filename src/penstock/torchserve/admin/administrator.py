@@ -52,6 +52,7 @@ class Administrator:
     ) -> None:
         self._engine = engine
         self._models = models
+        self.check_complete = models.check_complete
         self._opener = opener
         self._properties = properties
         self._max_workers = max_workers
@@ -59,7 +60,6 @@ class Administrator:
         self._snapshots = snapshots
         self._started = False
         self._stopping = False
-        self.opening = 0  # startup archives that are not open yet; until then the server is unhealthy
         self._tasks: set[asyncio.Task[Any]] = set()
         devices = DeviceAllocator(gpus)
         drain_s, first_id = float(properties.unregister_model_timeout), properties.initial_worker_port
@@ -99,7 +99,7 @@ class Administrator:
 
     def _all_up(self, loading: bool) -> bool:
         return (
-            not self.opening
+            not self._models.opening
             and not self._engine.draining
             and all(version.healthy and not (loading and version.loading) for version in self._models.defaults())
         )

@@ -82,12 +82,14 @@ class VersionRegistry(ModelRegistry[ModelVersion]):
     """Every registered version by name and version, and the version that serves requests without one."""
 
     newest: ClassVar = False  # as in TorchServe
+    opening = 0  # startup archives that are not open yet, whose names are therefore unknown
 
     def duplicate(self, handle: ModelVersion) -> ApiError:
         text = f"Model version {handle.version} is already registered for model {handle.name}"
         return ApiError("ConflictStatusException", text)
 
     def unknown(self, name: str, version: str | None) -> ApiError:
+        self.check_complete()
         if version is None or (name, None) not in self.handles:
             return ApiError("ModelNotFoundException", f"Model not found: {name[:MAX_SHOWN]}")
         text = f"Model version: {version[:MAX_SHOWN]} does not exist for model: {name}"
@@ -115,8 +117,15 @@ class VersionRegistry(ModelRegistry[ModelVersion]):
             raise ApiError("ModelVersionNotFoundException", text)
         super().set_default(name, version)
 
+    def check_complete(self) -> None:
+        """Raises ApiError while archives are opened: TorchServe opens all of them before it listens."""
+        if self.opening:
+            text = f"The server is opening {self.opening} more of its archives. Please try again later."
+            raise ApiError("ServiceUnavailableException", text)
+
     def only(self) -> str:
         """The name of the only model that was loaded at startup. Raises ApiError if there are none or several."""
+        self.check_complete()
         names = {version.name for version in self if version.at_startup}
         if len(names) != 1:
             raise ApiError("BadRequestException", "Parameter model_name is required.")

@@ -30,6 +30,7 @@ class ServerComponents(Struct, frozen=True):
     """The parts that listeners receive and the program calls: `load_startup`, `administrator.stop` and `.close`."""
 
     administrator: Administrator
+    models: VersionRegistry
     backend: ModelsBackend
     opener: ArchiveOpener
     properties: Properties
@@ -77,10 +78,10 @@ def build_components(
         tokens=tokens,
         snapshots=Snapshots(Path(properties.log_location), _effective(properties, file)) if snapshots else None,
     )
-    administrator.opening = 1 if properties.load_models or properties.model_snapshot else 0
+    models.opening = 1 if properties.load_models or properties.model_snapshot else 0
     backend = ModelsBackend(engine, models)
     administrator.workflows = backend.workflows = Workflows(administrator, backend, workflow_store, properties)
-    return ServerComponents(administrator, backend, opener, properties, gpus, max_workers, tokens)
+    return ServerComponents(administrator, models, backend, opener, properties, gpus, max_workers, tokens)
 
 
 def _effective(properties: Properties, file: str | None) -> dict[str, str]:
@@ -102,11 +103,11 @@ async def load_startup(components: ServerComponents) -> int:
     its workers are restarted. The default version is the first of a model, or the snapshot's choice. Raises ConfigError
     if a local archive does not exist.
     """
-    administrator = components.administrator
+    administrator, models = components.administrator, components.models
     wanted = await _startup_models(components)
     await _check_archives(components, wanted)
     workflows = (components.properties.model_snapshot or {}).get("workflows")
-    administrator.opening = len(wanted) + bool(workflows)
+    models.opening = len(wanted) + bool(workflows)
     changes = (administrator.change(_load(components, each)) for each in wanted)
     # `change` logs unexpected errors; they do not keep other models from being served.
     ended = await asyncio.gather(*changes, return_exceptions=True)
@@ -123,7 +124,7 @@ async def load_startup(components: ServerComponents) -> int:
     for version in defaults.values():
         administrator.prefer(version, weights.get(version.name, {}))
     missing = await administrator.workflows.restore(workflows if isinstance(workflows, dict) else {})
-    administrator.opening = 0
+    models.opening = 0
     administrator.snapshot("startup")
     return missing + sum(version is None for version in found)
 
@@ -150,7 +151,7 @@ async def _load(components: ServerComponents, model: SavedVersion) -> ModelVersi
         try:
             version = await administrator.claim(request, at_startup=True)
         finally:
-            administrator.opening -= 1
+            components.models.opening -= 1
         if version.min_workers:
             await administrator.start(version, keep=True)
     except PenstockError as e:

@@ -46,6 +46,8 @@ class Versions(Protocol):
 
     def snapshot(self, kind: SnapshotKind) -> None: ...
 
+    def check_complete(self) -> None: ...
+
 
 class _Workflow(Struct, eq=False):
     """`running` is None until every node is up."""
@@ -117,6 +119,7 @@ class Workflows:
     def _find(self, name: str) -> _Workflow:
         found = self._found.get(name)
         if found is None or found.running is None:
+            self._administrator.check_complete()
             raise ApiError("WorkflowNotFoundException", f"Workflow not found: {name[:MAX_SHOWN]}")
         return found
 

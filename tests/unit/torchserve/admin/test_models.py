@@ -97,8 +97,10 @@ async def test_requests_are_counted_by_the_requested_version(server: Any) -> Non
 async def test_a_request_without_a_model_goes_to_the_only_one_of_the_start(server: Any) -> None:
     server.archive("m")
     components = server.open(disable_token_authorization=True, load_models=["m.mar"], default_workers_per_model=1)
-    with pytest.raises(ApiError, match=r"Parameter model_name is required\."):
-        await server.ask("")
+    for model, version in (("", None), ("m", None), ("m", "1.0")):
+        with pytest.raises(ApiError, match="is opening 1 more of its archives") as raised:
+            await server.ask(model, version)
+        assert raised.value.status == 503
     await load_startup(components)
     server.archive("other")
     await components.administrator.register(RegisterRequest(url="other.mar", initial_workers=1))

@@ -257,7 +257,7 @@ async def test_with_ready_ping_a_server_is_unhealthy_until_its_models_are_loaded
     server.archive("a", code="import time\n" + ECHO_LATE)
     components = server.open(load_models=["a.mar"], default_workers_per_model=1, ready_ping=True)
     load = asyncio.create_task(load_startup(components))
-    await server.until(lambda: not components.administrator.opening)
+    await server.until(lambda: not components.models.opening)
     assert not components.administrator.healthy()
     assert await load == 0
     assert components.administrator.healthy()

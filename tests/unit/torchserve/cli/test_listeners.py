@@ -18,6 +18,7 @@ import pytest
 
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError
+from penstock.torchserve.admin.models import VersionRegistry
 from penstock.torchserve.admin.startup import ServerComponents
 from penstock.torchserve.cli.listeners import (
     GROUPS,
@@ -53,7 +54,7 @@ def write_keystore(folder: Path, certificate: str = CERT, key: str = KEY) -> str
 
 
 def listeners(properties: Properties) -> list[Any]:
-    components: Any = ServerComponents(FakeAdministration(), FakeBackend(), None, properties, 0, 1)  # type: ignore[arg-type]
+    components: Any = ServerComponents(FakeAdministration(), VersionRegistry(), FakeBackend(), None, properties, 0, 1)  # type: ignore[arg-type]
     return list(grpc_listeners(components, LimitsConfig(), (9, 3), lambda: TlsFiles(properties)))
 
 
@@ -108,7 +109,7 @@ async def test_all_listeners_use_changed_files_after_a_reload(
     anywhere = dict.fromkeys((f"{group}_address" for group in GROUPS), "https://127.0.0.1:0")
     files = {"certificate_file": certificate, "private_key_file": key} if source == "pem" else {"keystore": keystore}
     properties = Properties(**anywhere, **files, enable_grpc_ssl=True, grpc_inference_port=0, grpc_management_port=0)
-    components: Any = ServerComponents(FakeAdministration(), FakeBackend(), None, properties, 0, 1)  # type: ignore[arg-type]
+    components: Any = ServerComponents(FakeAdministration(), VersionRegistry(), FakeBackend(), None, properties, 0, 1)  # type: ignore[arg-type]
     found = Listeners(components, LimitsConfig())
     await found.start(lambda names: asyncio.sleep(0, b""))
     before = await certificates()
