@@ -12,7 +12,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import random
 import re
 import sys
@@ -33,13 +35,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.serving")
 
-PRODUCER: Final = 3  # the kind of a span
+SERVER, CLIENT, PRODUCER = 1, 2, 3  # kinds of a span
 SPAN: Final = "span"  # the kind of a metric change that carries one
+TEXT_CHARS: Final = 1000  # of an attribute, such as the path of a request, or of an error
 STOP_S: Final = 2.0  # for the last spans, when the process ends
 REPORT_S: Final = 60.0  # between two messages about lost spans
 _TRACEPARENT: Final = re.compile(
     r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
 )
+
+_random: Final = random.Random()  # models seed the common one: all workers, and each restart, would draw the same ids
+os.register_at_fork(after_in_child=_random.seed)
+UNSAMPLED: Final = f"00-{1:032x}-{1:016x}-00"
 
 tracer: Tracer | None = None
 """Of this process; None: nothing is traced."""
@@ -69,9 +76,9 @@ def parse(traceparent: str) -> tuple[Trace, bool] | None:
 
 def child_of(parent: Trace | None) -> Trace:
     """A new span in the trace of `parent`, or the first one of a new trace."""
-    span = f"{random.getrandbits(64) or 1:016x}"
+    span = f"{_random.getrandbits(64) or 1:016x}"
     return (
-        Trace(f"{random.getrandbits(128) or 1:032x}", span) if parent is None else Trace(parent.id, span, parent.span)
+        Trace(f"{_random.getrandbits(128) or 1:032x}", span) if parent is None else Trace(parent.id, span, parent.span)
     )
 
 
@@ -98,7 +105,7 @@ class Tracer:
     def sample(self, traceparent: str) -> Trace | None:
         """The span of a request with this header, or "" without one; None if it is not traced."""
         caller = parse(traceparent) if traceparent else None
-        if not (random.random() < self.ratio if caller is None else caller[1]):
+        if not (_random.random() < self.ratio if caller is None else caller[1]):
             return None
         now = self._clock()
         self._tokens = min(max(1.0, self._most), self._tokens + self._most * (now - self._filled_s))
@@ -107,6 +114,14 @@ class Tracer:
             return None
         self._tokens -= 1.0
         return child_of(None if caller is None else caller[0])
+
+    def begin(self, item: Item) -> Trace | None:
+        """Sets the span of an item that arrives, also where its source can log it."""
+        source = item.source
+        item.trace = trace = self.sample("" if source is None else source.traceparent)
+        if trace is not None and source is not None:
+            source.trace = trace
+        return trace
 
 
 class Caller:
@@ -143,18 +158,26 @@ def traced(name: str, kind: int, item: Item, sink: Sink) -> Sink:
     """The sink of an item that no engine takes; it makes the item's span, named so, if it is traced."""
     if tracer is None or item.trace is not None:
         return sink
-    item.trace = trace = tracer.sample("" if item.source is None else item.source.traceparent)
-    if trace is None:
+    if (trace := tracer.begin(item)) is None:
         return sink
-    start_s, emit = time.time(), tracer.emit
+    start_s, began_s, emit = time.time(), time.monotonic(), tracer.emit
 
     def ended(result: ItemResult) -> None:
         if result.final:
             error = result.error or getattr(result.body, "error", None)
-            emit(SpanRecord(name, trace, start_s, time.time(), error="" if error is None else str(error), kind=kind))
+            end_s = start_s + time.monotonic() - began_s  # also while the clock is set
+            emit(SpanRecord(name, trace, start_s, end_s, error="" if error is None else str(error), kind=kind))
         sink(result)
 
     return ended
+
+
+def descend(item: Item, parent: Trace | None) -> None:
+    """Lets an item that arises from another one be traced if, and only if, the other one is."""
+    if parent is not None:
+        item.trace = child_of(parent)
+    else:
+        item.source = Caller(UNSAMPLED)
 
 
 # ---- on and off
@@ -181,11 +204,13 @@ def start(
         raise ValueError(f"expected a ratio from 0 to 1 and max_per_s above 0, found {ratio!r} and {max_per_s!r}")
     _sink = _Sink(endpoint, service, exporter)
     tracer = Tracer(_sink.put, ratio, max_per_s)
+    atexit.register(stop)
 
 
 def stop() -> None:
     """Exports the last spans, for at most STOP_S, and traces no more."""
     global tracer, _sink
+    atexit.unregister(stop)
     sink, tracer, _sink = _sink, None, None
     if sink is not None:
         sink.close()
@@ -253,16 +278,17 @@ class _Sink:
 
         def put(record: SpanRecord) -> None:
             trace = record.trace
+            texts = {k: v[:TEXT_CHARS] for k, v in record.attributes.items() if isinstance(v, str)}
             span = ReadableSpan(
                 record.name,
                 context(trace),
                 parent=context(Trace(trace.id, trace.parent)) if trace.parent else None,
                 resource=resource,
-                attributes=record.attributes,
+                attributes=record.attributes | texts,
                 links=[Link(context(link)) for link in record.links],
                 kind=kinds[record.kind],
                 instrumentation_scope=scope,
-                status=Status(StatusCode.ERROR, record.error) if record.error else Status(),
+                status=Status(StatusCode.ERROR, record.error[:TEXT_CHARS]) if record.error else Status(),
                 start_time=int(record.start_s * 1e9),
                 end_time=int(record.end_s * 1e9),
             )
@@ -275,8 +301,12 @@ class _Sink:
 
     def close(self) -> None:
         end = threading.Thread(target=self._processor.shutdown, name="penstock-traces-end", daemon=True)
-        end.start()
-        end.join(STOP_S)
+        try:
+            end.start()
+        except RuntimeError:  # the interpreter ends, and starts no thread any more
+            end.run()
+        else:
+            end.join(STOP_S)
 
 
 _sink: _Sink | None = None

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import random
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +23,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from penstock import ThreadedStreamer, metrics, tracing
 from penstock.client.calls import read_options
 from penstock.core.engine.tracing import RequestTracer
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.pipeline.load import load_graph
 from penstock.pipeline.local import LocalPipeline
 from penstock.tracing import SpanRecord, Tracer, child_of, parse, traceparent_of
-from penstock.types import Trace
+from penstock.types import Item, ItemResult, Trace
 from support.clock import VirtualClock
+from support.spans import check_links
 
 hexes = st.text("0123456789abcdef")
 ids = st.tuples(st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1))
@@ -41,30 +48,6 @@ def traced() -> Iterator[Callable[[], list[ReadableSpan]]]:
 
     yield spans
     tracing.stop()
-
-
-def context_of(span: ReadableSpan) -> tuple[int, int]:
-    return span.context.trace_id, span.context.span_id
-
-
-def links_of(span: ReadableSpan) -> set[tuple[int, int]]:
-    return {(link.context.trace_id, link.context.span_id) for link in span.links}
-
-
-def check_links(spans: list[ReadableSpan], noun: str) -> tuple[list[ReadableSpan], list[ReadableSpan]]:
-    """The spans of batches and of requests, or of nodes; each request refers to its batches, and they to it."""
-    found = [span for span in spans if span.name.startswith(f"{noun} ")]
-    names = {span.name.removeprefix(f"{noun} ") for span in found}
-    batches = [span for span in spans if span.name.removeprefix("batch ") in names and span.name.startswith("batch ")]
-    runs = [span for span in spans if span.name == "run"]
-    for span in found:
-        mine = {context_of(batch) for batch in batches if context_of(span) in links_of(batch)}
-        assert mine, span.name
-        linked = [links_of(run) for run in runs if run.parent is not None and run.parent.span_id == context_of(span)[1]]
-        assert set().union(*linked) == mine
-    assert set().union(*map(links_of, batches)) == {context_of(span) for span in found}
-    assert all(batch.parent is None for batch in batches)
-    return batches, found
 
 
 # ---- who is traced
@@ -133,6 +116,41 @@ def test_tracing_that_is_on_or_has_no_meaning_is_an_error(traced: Any, monkeypat
     assert tracing.tracer is None
 
 
+def test_ids_do_not_follow_the_seed_of_a_model_and_differ_in_forked_processes() -> None:
+    drawn = []
+    for _ in range(2):
+        random.seed(42)
+        drawn.append(child_of(None))
+    read, write = os.pipe()
+    if not (pid := os.fork()):
+        os.write(write, traceparent_of(child_of(None)).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    drawn += [Trace(*os.read(read, 100).decode().split("-")[1:3]), child_of(None)]
+    for end in (read, write):
+        os.close(end)
+    assert len({each.id for each in drawn}) == len({each.span for each in drawn}) == 4
+
+
+def test_a_program_that_ends_without_stop_exports_its_last_spans(tmp_path: Path) -> None:
+    program = """
+        from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+        from penstock import ThreadedStreamer, tracing
+
+        class Printer(SpanExporter):
+            def export(self, spans):
+                print(*(span.name for span in spans), sep="\\n", flush=True)
+                return SpanExportResult.SUCCESS
+
+        tracing.start(exporter=Printer(), ratio=1.0)
+        with ThreadedStreamer(lambda items: items, 8) as streamer:
+            streamer.predict([1])
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert any(line.startswith("request ") for line in done.stdout.splitlines())
+
+
 # ---- spans
 
 
@@ -191,6 +209,23 @@ def test_the_service_has_the_name_of_the_variable_if_there_is_one(
         tracing.stop()
     (span,) = exporter.get_finished_spans()
     assert span.resource.attributes["service.name"] == name
+
+
+def test_a_clock_that_is_set_changes_no_length_and_a_long_text_is_cut(
+    traced: Callable[[], list[ReadableSpan]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item, answers = Item(None), list[ItemResult]()
+    sink = tracing.traced("call", tracing.CLIENT, item, answers.append)
+    monkeypatch.setattr("time.time", lambda: 1e9)  # many years ago
+    sink(ItemResult(error=PenstockError("x" * 10**6)))
+    monkeypatch.undo()
+    assert tracing.tracer is not None
+    tracing.tracer.emit(SpanRecord("long", child_of(None), 1.0, 2.0, {"url.path": "/" + "y" * 10**6, "n": 3}))
+    call, long = sorted(traced(), key=lambda span: span.name)
+    assert 0 <= call.end_time - call.start_time < 10e9
+    assert len(call.status.description) == 1000
+    assert (len(long.attributes["url.path"]), long.attributes["n"]) == (1000, 3)
+    assert len(answers) == 1
 
 
 def test_spans_of_a_worker_process_travel_with_its_metrics() -> None:

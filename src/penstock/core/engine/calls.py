@@ -234,9 +234,8 @@ class Notifier:
             record.failed_requests = [(running.sent_s - e.arrival_s, e.rows, bad[e.id]) for e in there]
         notify(self._observers, "on_complete", record)
         if self._trace_observers:
-            calls = [call for call in running.calls if call.item.trace is not None]
-            if calls:
-                traced = [(call.item.trace, call.entry.arrival_s) for call in calls]
+            traced = [(call.item.trace, call.entry.arrival_s) for call in running.calls if call.item.trace is not None]
+            if traced:
                 notify(self._trace_observers, "on_traced", record, now, traced)
         if part.metrics:
             notify(self._observers, "on_model_metrics", self._name, self._version, record.slot, part.metrics)

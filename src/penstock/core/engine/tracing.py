@@ -74,10 +74,7 @@ class RequestTracer(TraceObserver):
 
     def on_item(self, item: Item) -> None:
         if item.trace is None:  # else it waited for its model to load
-            source = item.source
-            item.trace = trace = self._tracer.sample("" if source is None else source.traceparent)
-            if trace is not None and source is not None:
-                source.trace = trace
+            self._tracer.begin(item)
 
     def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
         for delta in deltas:
