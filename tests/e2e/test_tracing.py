@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
 from penstock import Client
-from support.collector import Collector, Received
+from penstock.torchserve.grpc import message_class
+from support.archives import write_war
+from support.collector import Collector, Received, linked
 
 SOURCE = """
 import logging
@@ -52,14 +56,6 @@ def received(server: Any, collector: Collector) -> list[Received]:
     """All spans; the end of the server sends the last ones."""
     assert server.stop()[0] == 0
     return collector.spans
-
-
-def linked(spans: list[Received], request: Received) -> Received:
-    """The batch of a request: linked to its run, and its run to the batch."""
-    (batch,) = (s for s in spans if s.name.startswith("batch ") and (request.trace, request.span) in s.links)
-    (run,) = (s for s in spans if s.name == "run" and s.parent == request.span)
-    assert run.links == [(batch.trace, batch.span)]
-    return batch
 
 
 def test_requests_over_http_and_grpc_are_linked_to_their_batches(
@@ -140,6 +136,80 @@ def test_the_client_of_penstock_passes_its_span_on(serve: Callable[..., Any]) ->
         spans = received(server, collector)
     (request,) = (s for s in spans if s.name == "request echo")
     assert (request.trace, request.parent) == (f"{parent.trace_id:032x}", f"{parent.span_id:016x}")
+
+
+HANDLER = """
+def handle(data, context):
+    if data is None:
+        return None
+    values = [bytes(row.get("body") or row.get("data")) for row in data]
+    if b"bad" in values:
+        raise ValueError("bad")
+    return values
+"""
+ENDS = """
+def begin(data, context):
+    return None if data is None else [bytes(row["body"]) for row in data]
+
+def end(data, context):
+    return None if data is None else [bytes(row["body"]) + b"!" for row in data]
+"""
+
+
+def test_requests_to_torchserve_are_linked_to_their_batches(torchserve: Any) -> None:
+    torchserve.add_model(HANDLER, config="batchSize: 8\nmaxBatchDelay: 20\n")
+    write_war(torchserve.folder / "store", "w", "models: {m: {url: m.mar}}\ndag: {begin: [m], m: [end]}\n", ENDS)
+    with Collector() as collector:
+        keys = {"load_models": "m.mar", "disable_token_authorization": "true", "enable_model_api": "true"}
+        torchserve.configure(**keys, tracing_endpoint=collector.url, tracing_ratio="0")
+        torchserve.start("--ts-config", "config.properties")
+        url = torchserve.url()
+        status, said = torchserve.fetch(torchserve.url("Management") + "/workflows?url=w.war", method="POST")
+        assert status == 200, said
+
+        def post(body: bytes, path: str = "/predictions/m", traceparent: str = PARENT) -> int:
+            headers = {"content_type": "application/octet-stream", "traceparent": traceparent}
+            found: int = torchserve.fetch(url + path, body, **headers)[0]
+            return found
+
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(post, [b"%d" % n for n in range(6)])) == {200}
+        assert post(b"bad") == 503
+        assert post(b"x", traceparent=PARENT[:-1] + "0") == 200
+        assert post(b"untraced", traceparent="") == 200
+        assert post(b"x", "/wfpredict/w") == 200
+        assert post(b"x", "/wfpredict/w", PARENT[:-1] + "0") == 200
+        (address,) = re.findall(r"Inference gRPC API bind to: grpc://(\S+)", torchserve.said())
+        with grpc.insecure_channel(address) as channel:
+            name = "org.pytorch.serve.grpc.inference"
+            predict = channel.unary_unary(
+                f"/{name}.InferenceAPIsService/Predictions",
+                request_serializer=message_class(f"{name}.PredictionsRequest").SerializeToString,
+                response_deserializer=message_class(f"{name}.PredictionResponse").FromString,
+            )
+            request = message_class(f"{name}.PredictionsRequest")(model_name="m", input={"data": b"g"})
+            assert predict(request, metadata=[("traceparent", PARENT)], timeout=60).prediction == b"g"
+        assert torchserve.run("torchserve", "--stop")[0] == 0
+        spans = collector.spans
+    requests = [s for s in spans if s.name == "request m"]
+    assert len(requests) == 8
+    assert {(s.trace, s.parent) for s in requests} == {(TRACE, PARENT[36:52])}
+    paths = sorted(s.attributes["url.path"] for s in requests)
+    assert paths == [f"/{name}.InferenceAPIsService/Predictions"] + ["/predictions/m"] * 7
+    for each in requests:
+        batch = linked(spans, each)
+        assert batch.attributes["penstock.batch.limit_rows"] == 8
+        assert {"predict m"} <= {s.name for s in spans if s.parent == batch.span}
+        assert [s.name for s in spans if s.parent == each.span and s.name == "queue"] == ["queue"]
+    (failed,) = (s for s in requests if s.error)
+    assert f"trace_id={TRACE} span_id={failed.span}" in torchserve.said(), "the line of its failure"
+    (flow,) = (s for s in spans if s.name.startswith("workflow "))
+    assert (flow.name, flow.trace, flow.parent) == ("workflow w", TRACE, PARENT[36:52])
+    nodes = [s for s in spans if s.parent == flow.span]
+    assert sorted(s.name for s in nodes) == ["request w__begin", "request w__end", "request w__m"]
+    for each in nodes:
+        linked(spans, each)
+    assert len([s for s in spans if s.name.startswith("request ")]) == 11, "and none of an unsampled caller"
 
 
 @pytest.mark.parametrize("kind", ["down", "answers 500", "slow"])

@@ -25,6 +25,14 @@ class Received(NamedTuple):
     error: str
 
 
+def linked(spans: list[Received], request: Received) -> Received:
+    """The batch of a request: linked to its run, and its run to the batch."""
+    (batch,) = (s for s in spans if s.name.startswith("batch ") and (request.trace, request.span) in s.links)
+    (run,) = (s for s in spans if s.name == "run" and s.parent == request.span)
+    assert run.links == [(batch.trace, batch.span)]
+    return batch
+
+
 class Collector:
     """Answers each export with `status`, `delay_s` later. A context manager."""
 

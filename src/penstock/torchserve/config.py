@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 from msgspec import Meta, Struct, field, structs
 
 from penstock.config.checks import UNIX, is_loopback
-from penstock.config.schema import Count, Port, Positive
+from penstock.config.schema import Count, Port, Positive, Seconds
 from penstock.errors import ConfigError, nearest
 from penstock.torchserve.protocol.api import Group
 from penstock.values import bare, convert
@@ -161,6 +161,11 @@ class Properties(_IgnoredProperties, frozen=True, kw_only=True):
     """/ping is unhealthy until the models are loaded, for readiness probes."""
     allowed_hosts: list[str] = field(default_factory=list)
     """Names in the Host header that management accepts without tokens, besides localhost and IP addresses."""
+    tracing_endpoint: str | None = None
+    tracing_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.01
+    tracing_max_per_s: Seconds = 50.0
+    tracing_service: str = "penstock"
+    """As `[tracing]` of `penstock serve`."""
     ts_header_key_sequence_id: str = "ts_request_sequence_id"
     ts_header_key_sequence_start: str = "ts_request_sequence_start"
     ts_header_key_sequence_end: str = "ts_request_sequence_end"

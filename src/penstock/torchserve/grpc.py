@@ -13,14 +13,15 @@ from typing import Any, Final, cast
 import msgspec
 from msgspec import Struct
 
+from penstock import tracing
 from penstock.core.contracts import Backend, Ticket
 from penstock.errors import BadOutput, BadRequest, PenstockError, QueueFull
 from penstock.serving import protocols
+from penstock.serving.grpc.call import GrpcCall
 from penstock.serving.grpc.dispatch import HEALTH as HEALTH
 from penstock.serving.grpc.dispatch import CallDispatcher, GrpcService, HealthService, ReflectionService
 from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
 from penstock.serving.grpc.messages import Code, GrpcError, code_of, parts_of
-from penstock.serving.http.listener import Listener
 from penstock.serving.http.responses import log_failure
 from penstock.serving.protocols.oip_grpc import CONTENTS
 from penstock.serving.protocols.oip_messages import unsupported
@@ -87,10 +88,10 @@ def prediction_error(status: int, message: str) -> GrpcError:
     return GrpcError(code_of(status), f"{message}\n{_HTTP}InternalServerException")
 
 
-def log_5xx(model: str, version: str | None, request_id: str, status: int, error: PenstockError) -> None:
+def log_5xx(model: str, version: str | None, item: Item, status: int, error: PenstockError) -> None:
     """Logs a failure of the server, as HTTP does."""
     if status >= 500:
-        log_failure((model, version), request_id, status, error)
+        log_failure((model, version), item.request_id, status, error, item.trace)
 
 
 # ---- requests to a model
@@ -103,17 +104,18 @@ def model_of(name: str, version: str, parameter: str = "model_name") -> tuple[st
     return name, version or None
 
 
-async def response_parts(
-    listener: Listener, model: str, version: str | None, item: Item
-) -> AsyncGenerator[bytes, None]:
+async def response_parts(call: GrpcCall, model: str, version: str | None, item: Item) -> AsyncGenerator[bytes, None]:
     """The parts of the response, one or more. Raises GrpcError. If the caller leaves, the request is cancelled."""
+    listener = call.owner.listener
+    if tracing.tracer is not None:
+        item.source = call
 
     def submit(sink: Sink) -> Ticket:
         try:
             return listener.backend.submit(model, version, item, sink)
         except PenstockError as error:
             found = api_error(error, model, version)
-            log_5xx(model, version, item.request_id, found.status, error)
+            log_5xx(model, version, item, found.status, error)
             raise submit_error(found) from error
 
     try:
@@ -124,9 +126,9 @@ async def response_parts(
         raise prediction_error(429, error.message) from error
 
 
-async def whole_response(listener: Listener, model: str, version: str | None, item: Item) -> bytes:
+async def whole_response(call: GrpcCall, model: str, version: str | None, item: Item) -> bytes:
     """The response with its parts joined. Raises GrpcError."""
-    return b"".join([part async for part in response_parts(listener, model, version, item)])
+    return b"".join([part async for part in response_parts(call, model, version, item)])
 
 
 def _body(result: ItemResult, model: str, version: str | None, item: Item) -> bytes:
@@ -140,7 +142,7 @@ def _body(result: ItemResult, model: str, version: str | None, item: Item) -> by
         if read is None:
             return body
         error, status, message = PenstockError(read), result.status, read
-    log_5xx(model, version, item.request_id, status, error)
+    log_5xx(model, version, item, status, error)
     raise prediction_error(status, message) from result.error
 
 
@@ -161,11 +163,11 @@ class InferenceService:
 
     async def Predictions(self, request: Any, context: Any) -> Any:
         """The whole response, also of a handler that sends parts."""
-        return _Prediction(prediction=await whole_response(context.owner.listener, *_submission(request)))
+        return _Prediction(prediction=await whole_response(context, *_submission(request)))
 
     async def StreamPredictions(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """One message per part that the handler sends."""
-        async with aclosing(response_parts(context.owner.listener, *_submission(request))) as parts:
+        async with aclosing(response_parts(context, *_submission(request))) as parts:
             async for part in parts:
                 yield _Prediction(prediction=part)
 
@@ -185,7 +187,7 @@ class InferenceService:
             model, version, item = _submission(request)
             item.headers = [(id_name, id.encode()), *headers]
             try:
-                async with aclosing(response_parts(context.owner.listener, model, version, item)) as parts:
+                async with aclosing(response_parts(context, model, version, item)) as parts:
                     async for part in parts:
                         yield _Prediction(prediction=part, sequence_id=id)
             except GrpcError as error:
@@ -253,11 +255,11 @@ class OpenInferenceService:
                 raise GrpcError(Code.INVALID_ARGUMENT, error.message)
         given = {"id": request.id, "model_name": model, "inputs": _inputs(request)}
         item = Item(json.dumps(given).encode(), self._codec, "application/json", request_id=new_id())
-        body = await whole_response(context.owner.listener, model, version, item)
+        body = await whole_response(context, model, version, item)
         try:
             return _infer_response(body, self._quoted)
         except BadOutput as error:
-            log_5xx(model, version, item.request_id, 500, error)
+            log_5xx(model, version, item, 500, error)
             raise prediction_error(500, error.message) from error
 
     def _is_ready(self, name: str, version: str | None) -> bool:
@@ -392,7 +394,7 @@ def make_grpc_listener(
 
     def failure(error: PenstockError) -> GrpcError:
         found = api_error(error)
-        log_5xx("", None, "", found.status, error)
+        log_5xx("", None, Item(None), found.status, error)
         return management_error(found)
 
     services = _services(backend, administration, config)

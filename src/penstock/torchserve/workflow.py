@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct, ValidationError, convert
 from msgspec.structs import fields
 
+from penstock import tracing
 from penstock.config.schema import Count, Positive
 from penstock.core.contracts import Submitter, Ticket
 from penstock.core.engine.calls import release
@@ -204,6 +205,8 @@ class RunningWorkflow:
         if self._closed:
             release(item)
             raise no_worker(self._name, None)
+        if tracing.tracer is not None:
+            sink = tracing.traced(f"workflow {self._name}", tracing.SERVER, item, sink)
         body = bytes(getattr(payload, "view", payload))  # attempts share it
         given = msgspec.structs.replace(item, payload=body, budget_s=None, priority=0)  # each node has its own limit
         release(item)
@@ -314,7 +317,10 @@ class Attempts:
         else:
             taken = {name.removeprefix(TAKEN): body for name, body in fields.items() if name.startswith(TAKEN)}
             payload, codec, kind = _encode(taken), "torchserve_inputs", ""
-        return Item(payload, codec, kind, request_id=str(uuid.uuid4()), headers=given.headers)
+        item = Item(payload, codec, kind, request_id=str(uuid.uuid4()), headers=given.headers)
+        if tracing.tracer is not None:
+            tracing.descend(item, given.trace)
+        return item
 
     def _take(self, result: ItemResult) -> None:
         """The sink of the attempt. As in TorchServe, only an error counts, not a status that the handler set."""

@@ -189,8 +189,10 @@ def parse_request_id(value: bytes) -> str:
     return value.decode("ascii") if _REQUEST_ID.fullmatch(value) else ""
 
 
-def check_framing(special: dict[bytes, bytes]) -> None:
-    """Raises ExpectationFailed, NotImplementedHere for what no listener of ours does."""
+def read_common(options: RequestOptions, special: dict[bytes, bytes]) -> None:
+    """Reads the headers that mean the same to every listener of ours. Raises ExpectationFailed, NotImplementedHere."""
+    if b"traceparent" in special:
+        options.traceparent = special[b"traceparent"].decode("latin-1")
     if special.get(b"expect", CONTINUE).lower() != CONTINUE:
         raise ExpectationFailed("the only expectation that is met is 100-continue")
     if special.get(b"transfer-encoding", CHUNKED).lower() != CHUNKED:
@@ -204,14 +206,12 @@ def read_special(options: RequestOptions, route: Route, special: dict[bytes, byt
     """
     get = special.get
     options.request_id = parse_request_id(get(b"x-request-id", b""))
-    if (traceparent := get(b"traceparent")) is not None:
-        options.traceparent = traceparent.decode("latin-1")
     template = route.template  # one whose body names the model has its own streams
     own = template.name_of is not None or template.own_events
     options.sse = b"text/event-stream" in get(b"accept", b"") and bool(template.codec) and not own
     if tokens and not route.template.open:
         check_token(tokens, get(b"authorization"))
-    check_framing(special)
+    read_common(options, special)
     if template.answer is None:
         options.coding = content_coding(get(CONTENT_ENCODING, b""))
     if route.template.select is not None:

@@ -76,8 +76,8 @@ class TorchServeFormatter(TextFormatter):
             worker = self._first_worker + int(extra.get("slot", 0))
             stream = extra.get("stream", "stdout")
             thread, name = f"W-{worker}-{extra.get('model', '')}_{extra.get('version', '')}-{stream}", "MODEL_LOG"
-        request_id = record.__dict__.get("request_id")
-        suffix = f" request_id={request_id}" if request_id else ""
+        found = record.__dict__
+        suffix = "".join(f" {key}={found[key]}" for key in ("request_id", "trace_id", "span_id") if found.get(key))
         return f"{at} [{level:<5}] {thread} {name} - {record.message}{suffix}"
 
 

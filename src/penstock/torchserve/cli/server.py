@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from penstock import tracing
 from penstock.config.checks import is_loopback
 from penstock.core.contracts import HttpSnapshot, Observer, ServerSnapshot
 from penstock.core.engine.engine import Engine
@@ -69,12 +70,18 @@ def run(options_of: Callable[[], ServerOptions], log_config: str | None = None) 
     try:
         for record in early.buffer:  # warnings from before the log files
             logging.getLogger(record.name).handle(record)
+        p = options.properties
+        if p.tracing_endpoint:
+            tracing.start(
+                p.tracing_endpoint, ratio=p.tracing_ratio, max_per_s=p.tracing_max_per_s, service=p.tracing_service
+            )
         code = runner()(TorchServe(options, logs).main())
     except PenstockError as error:
         log.error("%s", error.message)
         if error.detail:
             log.error("%s", error.detail)
     finally:
+        tracing.stop()
         if not logs.close():
             remove_own(pid_path())
             os._exit(code)

@@ -14,7 +14,7 @@ from penstock.serving.http import responses
 from penstock.serving.http.auth import OriginPolicy
 from penstock.serving.http.connection import Connection
 from penstock.serving.http.context import RequestContext, ResponseWriter
-from penstock.serving.http.server import check_framing, split_target
+from penstock.serving.http.server import read_common, split_target
 from penstock.serving.protocols.route import Route, RouteTable, Template, remember
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.config import ListenerConfig
@@ -117,7 +117,7 @@ class TorchServeFlavor:
         """Sets the request's id and the headers of its route.
 
         Raises Forbidden for a foreign web page or host, ApiError without the token, RouteNotFound, MethodNotAllowed,
-        and the errors of `check_framing`.
+        and the errors of `read_common`.
         """
         context.request_id = new_id()
         route = cast(GuardedRoute, context.route)
@@ -130,7 +130,7 @@ class TorchServeFlavor:
         if route.refusal is not None:
             raise route.refusal("")
         if special:
-            check_framing(special)
+            read_common(context, special)
         if route.headers:
             context.headers = context.headers + route.headers  # the list belongs to every request with this head
 

@@ -18,6 +18,7 @@ from penstock.serving.observe.series import MAX_SERIES, Labels, Owner, SeriesTab
 from penstock.serving.observe.text import Page
 from penstock.torchserve.metrics.families import BOUNDS, MetricDefinition, MetricsConfig, filter_page
 from penstock.torchserve.metrics.system import SystemMetric
+from penstock.tracing import SPAN
 from penstock.types import MetricDelta
 from penstock.values import printable
 
@@ -272,7 +273,8 @@ class _MetricsWriter:
             worker = f"W-{self._options.first_worker + batch.slot}-{'_'.join(batch.owner)}-stdout"
             own = printed.setdefault(worker, [])
             for d in batch.deltas:
-                series = self._series_of(d) if d.unit else None  # Penstock's own metrics have no unit
+                # Penstock's own metrics have no unit
+                series = self._series_of(d) if d.unit and d.kind != SPAN else None
                 if series is None:
                     continue
                 self._table.change(series.definition, series.labels, (d.value,), batch.owner)

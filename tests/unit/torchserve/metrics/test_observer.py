@@ -16,6 +16,7 @@ from penstock.torchserve.metrics import observer
 from penstock.torchserve.metrics.families import MetricDefinition, MetricsConfig, default_config
 from penstock.torchserve.metrics.observer import FrontendCounts, MetricsOptions, TorchServeMetrics
 from penstock.torchserve.metrics.system import SystemMetric
+from penstock.tracing import SPAN
 from penstock.types import MetricDelta
 
 LABEL = re.compile(r'="((?:[^"\\]|\\.)*)"')
@@ -171,7 +172,10 @@ async def test_every_value_of_a_defined_model_metric_is_a_line(files: Files) -> 
 async def test_auto_detect_adds_metrics_without_a_definition(files: Files) -> None:
     metrics = make(auto_detect=True)
     for value in (3.0, 4.0):
-        metrics.on_model_metrics("m", "1.0", 0, [MetricDelta("counter", "Faces", value, {"camera": "a\nb"}, "Count")])
+        span = MetricDelta(SPAN, "Seen", value, {}, "{}")
+        faces = MetricDelta("counter", "Faces", value, {"camera": "a\nb"}, "Count")
+        metrics.on_model_metrics("m", "1.0", 0, [faces, span])
+    assert await values(metrics, "Seen") == {}
     page = await metrics.scrape(["Faces"])
     assert b'Faces{camera="a\\nb",Hostname="h",} 7.0\n' in page
     assert files.models[0] == "Faces.Count:3.0|#camera:a b|#hostname:h,requestID:null,timestamp:1700000000"
