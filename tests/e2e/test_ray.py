@@ -17,6 +17,7 @@ import pytest
 
 import penstock
 from penstock.errors import ConfigError
+from support.collector import Collector, linked
 
 pytestmark = [
     pytest.mark.slow,
@@ -88,6 +89,22 @@ def test_a_large_body_returns(server: Any) -> None:
 
 def test_a_worker_has_the_threads_that_ray_reserved_for_it(server: Any) -> None:
     assert server.post("/predictions/where", b"1") == (200, b"2")
+
+
+def test_requests_are_linked_to_their_batches_on_the_cluster(ray_cluster: Any, serve: Callable[..., Any]) -> None:
+    with Collector() as collector:
+        traced = ["--set", f"tracing.endpoint={collector.url}", "--set", "tracing.ratio=1"]
+        server = serve(SOURCE, "halves", *on(ray_cluster, "halves"), *traced)
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda x: server.post("/predictions/halves", b"%d" % x), range(8)))
+        assert [status for status, _ in answers] == [500, *[200] * 7]
+        assert server.stop()[0] == 0
+        spans = collector.spans
+    requests = [s for s in spans if s.name == "request halves"]
+    assert [s.error for s in sorted(requests, key=lambda s: s.error)] == [""] * 7 + ["failed"]
+    for request in requests:
+        batch = linked(spans, request)
+        assert "predict halves" in {s.name for s in spans if s.parent == batch.span}
 
 
 @pytest.mark.parametrize(("share", "gpus"), [(1, {"0", "1"}), (0.5, {"0"})])

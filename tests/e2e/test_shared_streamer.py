@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -13,13 +14,19 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from contextvars import copy_context
 from pathlib import Path
+from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from penstock import Streamer, tracing
 from penstock.errors import ConfigError, ModelNotReady
 from penstock.streamer.base import BaseStreamer
 from support.shared_batchers import Batchers, batchers, until
+from support.spans import check_links
 from support.webservers import ask, served
 
 BIN = Path(sys.executable).parent
@@ -278,3 +285,50 @@ def test_a_function_of_the_main_program_runs_in_a_shared_batcher(shared: Batcher
         timeout=60, check=False,
     )  # fmt: skip
     assert done.stdout == "fine\n", done.stderr
+
+
+def test_traced_calls_are_linked_to_their_batches_in_the_batcher_that_an_untraced_process_started(
+    shared: Batchers, tmp_path: Path
+) -> None:
+    other = shared.start(
+        """
+        import sys
+        from penstock import Streamer
+        from model import Model
+
+        with Streamer(Model, 8, shared="traced", linger_s=0.2, worker_timeout=60) as streamer:
+            print(streamer.predict([7])[0][0], flush=True)
+            sys.stdin.readline()
+            print(streamer.predict([7])[0][0], flush=True)
+            sys.stdin.readline()
+        """,
+        cwd=tmp_path,
+    )
+    assert other.stdout is not None
+    worker = int(other.stdout.readline())
+    model: Any = importlib.import_module("model").Model
+    exporter = InMemorySpanExporter()
+    tracing.start(exporter=exporter, ratio=0.0)
+    try:
+        app = TracerProvider().get_tracer("app")
+        with Streamer(model, 8, shared="traced", linger_s=0.2, worker_timeout=60) as streamer:
+            assert streamer.predict([1])[0][0] == worker, "an untraced call"
+            with app.start_as_current_span("work") as work, ThreadPoolExecutor(4) as pool:
+                contexts = [copy_context() for _ in range(12)]
+                answers = [pool.submit(each.run, streamer.predict, [n]) for n, each in enumerate(contexts)]
+                assert {answer.result()[0][0] for answer in answers} == {worker}
+        said, _ = other.communicate("go on\nend\n", timeout=60)
+        assert int(said) == worker, "the batcher goes on after the client that took its spans"
+        tracing.flush()
+    finally:
+        tracing.stop()
+    spans = list(exporter.get_finished_spans())
+    _, requests = check_links(spans, "request")
+    calls = {span.context.span_id: span for span in spans if span.name.startswith("call ")}
+    assert len(requests) == len(calls) == 12
+    for request in requests:
+        caller = calls[request.parent.span_id]
+        assert caller.parent.span_id == work.get_span_context().span_id
+        assert caller.context.trace_id == request.context.trace_id == work.get_span_context().trace_id
+        assert caller.start_time <= request.start_time <= request.end_time
+    assert {span.name for span in spans} > {"queue", "run", "batch Model", "predict Model"}

@@ -165,7 +165,7 @@ class TextFormatter(logging.Formatter):
         return super().format(record).translate(_CONTROLS)
 
 
-class _Line(logging.Formatter):
+class LineFormatter(logging.Formatter):
     """`2026-01-01T00:00:00.000Z INFO penstock.engine request_id=a text`; the prefix precedes every line of a text."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -322,7 +322,7 @@ class ServerLog:
                 self._target = _File(config.file, encoding="utf-8", errors="replace")
             except OSError as error:
                 raise ConfigError(f"logging.file: {config.file} cannot be opened: {error.strerror}") from None
-        self._target.setFormatter(_Json() if config.format == "json" else _Line())
+        self._target.setFormatter(_Json() if config.format == "json" else LineFormatter())
         self._thread = LogThread("server", self._report_dropped)
         self._handler = ToThreads([(self._thread, self._target)])
         self._root.addHandler(self._handler)

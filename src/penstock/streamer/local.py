@@ -338,6 +338,11 @@ class LocalBackend(ChunkingBackend, Observer):
         else:
             self._serve()
 
+    def observe(self, observer: Observer) -> None:
+        """See Engine."""
+        with self._engine.guard:
+            self._engine.observe(observer)
+
     def on_worker(self, model: str, version: str, slot: int, state: str) -> None:
         if state == "ready" and not self._loaded:
             asyncio.get_running_loop().call_soon(self._serve)  # the engine is not ready before this hook returns

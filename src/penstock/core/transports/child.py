@@ -323,8 +323,6 @@ def _open(hello: messages.Frame) -> tuple[BatchRunner, Ready, bool]:
     spec = unpack_spec(hello.buffers[0], files, main)
     if spec.log_level:
         forward(spec.log_level)
-    if spec.traced:
-        tracing.relay()
     return *open_model(spec, device, shown_device), spec.lends
 
 
@@ -344,6 +342,8 @@ def unpack_spec(data: messages.Buffer, files: Sequence[tuple[str, str]], main: s
     except Exception as e:
         text = "".join(traceback.format_exception(e))
         raise LoadFailed(f"the target cannot be unpickled in the worker: {describe(e)}", detail=text) from e
+    if spec.traced:
+        tracing.relay()
     return spec
 
 

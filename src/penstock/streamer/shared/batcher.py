@@ -22,14 +22,16 @@ from logging.handlers import RotatingFileHandler
 from typing import Any, Final
 
 from penstock.core.contracts import Ticket
+from penstock.core.engine.tracing import TraceObserver
 from penstock.core.transports.process import RECEIVE_BYTES, Channel
 from penstock.core.wire import messages
 from penstock.core.wire.slabs import Slab, SlabPool, anonymous_file, give_to_system
 from penstock.errors import Cancelled, ConfigError, PenstockError, QueueFull, describe
-from penstock.serving.process import TextFormatter, runner
+from penstock.serving.process import LineFormatter, runner
 from penstock.streamer.local import LocalBackend
 from penstock.streamer.shared import protocol
-from penstock.types import BatchPart, Item, ItemResult
+from penstock.tracing import SpanRecord, Tracer, child_of
+from penstock.types import BatchPart, Item, ItemResult, Sink, Trace
 
 log = logging.getLogger("penstock.streamer")
 
@@ -159,7 +161,9 @@ class Session:
             item.payload = protocol.sealed_values(item.payload)
             self._rows += item.rows
             self._calls[call_id] = None, item.rows  # a response may come at once
-            sink = partial(self._answer, call_id)
+            sink: Sink = partial(self._answer, call_id)
+            if item.trace is not None:
+                item.trace, sink = batcher.traced(self, item.trace, sink)
             ticket = batcher.backend.submit(batcher.model, None, item, sink)
             if call_id in self._calls:
                 self._calls[call_id] = ticket, item.rows
@@ -213,9 +217,9 @@ class Session:
             pieces = messages.write(message)
         self._channel.send_soon(pieces)
 
-    def send_loaded(self) -> None:
+    def send(self, message: protocol.LoadedMessage | protocol.SpanMessage) -> None:
         if self._requests is not None:
-            self._channel.send_soon(messages.write(protocol.LoadedMessage()))
+            self._channel.send_soon(messages.write(message))
 
     def _on_block(self) -> None:
         if self._stall is None:
@@ -255,6 +259,7 @@ class SharedBatcher:
         assert isinstance(size, int)
         assert max_queue is not None
         target = offer.packed_target()
+        self._traced: Session | None = None  # which got the last result of a traced call
         self.backend = LocalBackend(
             self.model, offer.config, target, offer.sys_path, max_queue, offer.limits, log_level="INFO"
         )
@@ -314,7 +319,24 @@ class SharedBatcher:
         with suppress(PenstockError):  # callers get it
             await self.backend.ready()
         for session in self.sessions:
-            session.send_loaded()
+            session.send(protocol.LoadedMessage())
+
+    def traced(self, session: Session, parent: Trace, sink: Sink) -> tuple[Trace, Sink]:
+        """The span of a call in the batcher, and its sink. Nothing is observed before the first one."""
+        if self._traced is None:
+            self._traced = session
+            self.backend.observe(TraceObserver(Tracer(self._emit)))
+
+        def answered(result: ItemResult) -> None:
+            self._traced = session
+            sink(result)
+
+        return child_of(parent), answered
+
+    def _emit(self, span: SpanRecord) -> None:
+        """Sends a span to a client, whose process exports it: it follows the result in the same write."""
+        if (session := self._traced) is not None and session in self.sessions:
+            session.send(protocol.SpanMessage(span))
 
     async def statistics(self) -> dict[str, object]:
         """The statistics of the model, and the number of clients."""
@@ -385,7 +407,7 @@ def main(arguments: list[str]) -> None:
         os.write(alive, json.dumps(offer.settings).encode())  # for those who start another one
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         handler = _LogFile(f"{path}.log", maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8")
-        handler.setFormatter(TextFormatter("%(asctime)s %(process)d %(levelname)s %(name)s %(message)s"))
+        handler.setFormatter(LineFormatter())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
         try:
             listener = protocol.listening(path)

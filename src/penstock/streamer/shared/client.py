@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
+from penstock import tracing
 from penstock.backoff import Backoff
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core import os_threads
@@ -83,7 +84,10 @@ class SharedClient:
             raise PayloadTooLarge(f"a call of {nbytes} bytes, expected at most {MAX_CALL_BYTES}: make several calls")
         if not item.many:
             sink = partial(_only, sink)
-        sent = Item(sealed, rows=len(sealed), many=True, priority=item.priority, length=length)
+        if tracing.tracer is not None:
+            sink = tracing.traced(f"call {model}", tracing.CLIENT, item, sink)
+        trace = item.trace
+        sent = Item(sealed, rows=len(sealed), many=True, priority=item.priority, length=length, trace=trace)
         call = SharedCall(self._abandon, sink, sent, nbytes)
         if item.budget_s is not None:
             call.expires_s = self._loop.time() + item.budget_s

@@ -24,7 +24,9 @@ from contextlib import suppress
 from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from penstock import tracing
 from penstock.core import os_threads
 from penstock.core.transports.launch import python
 from penstock.core.transports.process import Channel
@@ -41,6 +43,7 @@ from penstock.streamer.shared.protocol import (
     JoinMessage,
     LoadedMessage,
     Offer,
+    SpanMessage,
     WelcomeMessage,
     close,
     connected,
@@ -294,7 +297,7 @@ class BatcherLink:
         if item is not None:
             left_s = None if call.expires_s is None else call.expires_s - self._loop.time()
             payload = put_values(outbox, item.payload)
-            item = Item(payload, rows=item.rows, many=True, budget_s=left_s, priority=item.priority, length=item.length)
+            item = replace(item, payload=payload, budget_s=left_s)
         call.slabs = outbox.slabs
         free, self._free = self._free, []
         self._channel.send_soon(messages.write(CallMessage(call.id, item, free, call.asks), outbox.buffers))
@@ -305,11 +308,15 @@ class BatcherLink:
     def _on_frame(self, frame: messages.Frame) -> None:
         try:
             message = self._reader.read(frame)
-            if isinstance(message, LoadedMessage):
-                self.loading = False
-                return
             if not isinstance(message, messages.PartMessage):
-                raise TypeError(f"a {type(message).__name__}")
+                if isinstance(message, LoadedMessage):
+                    self.loading = False
+                elif isinstance(message, SpanMessage):
+                    if (tracer := tracing.tracer) is not None:
+                        tracer.emit(message.span)
+                else:
+                    raise TypeError(f"a {type(message).__name__}")
+                return
         except Exception:
             log.exception("batcher_broken: its response cannot be read, and another batcher is asked")
             self._channel.close()

@@ -38,6 +38,7 @@ from penstock.core.worker.spec import Wrapped
 from penstock.errors import BadOutput, BadRequest, ConfigError, PenstockError, describe
 from penstock.streamer.model import StreamerModel
 from penstock.streamer.shared.code import code_digest
+from penstock.tracing import SpanRecord
 from penstock.types import Item
 
 VERSION = __version__
@@ -304,6 +305,12 @@ class LoadedMessage(Struct, array_like=True, tag="loaded"):
     """To all clients: the model is loaded."""
 
 
+class SpanMessage(Struct, array_like=True, tag="span"):
+    """To the client of a traced call: a finished span of the batcher."""
+
+    span: SpanRecord
+
+
 class CallMessage(Struct, array_like=True, tag="call"):
     """A call, whose answer is a PartMessage. `item.budget_s` is the time left. `free`: see RunBatch.
 
@@ -317,7 +324,7 @@ class CallMessage(Struct, array_like=True, tag="call"):
 
 
 ToBatcher = JoinMessage | CallMessage | messages.FreeReplies | messages.AbandonBatch
-FromBatcher = WelcomeMessage | LoadedMessage | messages.PartMessage | messages.WorkerFailed
+FromBatcher = WelcomeMessage | LoadedMessage | SpanMessage | messages.PartMessage | messages.WorkerFailed
 _encode_offer = msgspec.msgpack.Encoder().encode
 read_offer = msgspec.msgpack.Decoder(Offer).decode
 
