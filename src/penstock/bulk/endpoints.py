@@ -156,7 +156,7 @@ class EndpointHealth:
         endpoint.failures += not resting  # requests in flight together count once
         if isinstance(error, LATER):
             self._note_silence(error)
-            if error.retry_after_s is not None:
+            if error.retry_after_s:  # 0 would repeat a refused request as fast as the server refuses it
                 self._rest(endpoint, error.retry_after_s)
             elif not resting:
                 self._rest(endpoint, self.backoff_s(endpoint.failures))

@@ -328,6 +328,15 @@ def test_retry_after_pauses_all_chunks_to_the_server(start: Start, server: FakeC
     assert times[1] - times[0] >= 0.3
 
 
+def test_a_server_that_says_at_once_rests_nevertheless(start: Start, server: FakeCaptioner):
+    job = start(server, backoff_s=60.0, longest_backoff_s=60.0)
+    server.script_next(with_status(429, "Retry-After: 0"))
+    job.send(1)
+    wait_for(lambda: len(server.seen) > 0)
+    wait_for(lambda: job.sender.stats().servers[0].state == "rests")
+    assert len(server.seen) == 1
+
+
 def test_the_window_halves_when_the_server_is_busy(start: Start, server: FakeCaptioner):
     server.parameters["instances"] = 8
     job = start(server)
