@@ -48,13 +48,14 @@ def make_clip(
     audio: bool = False,
     streams: int = 1,
     rotate: int | None = None,
+    mirrored: bool = False,
     held: int = 1,
 ) -> Path:
     """Writes a clip of `size` (width, height); the suffix selects the container. Returns the path.
 
     `frames` is their number, or the pts of each in units of 1/fps (gaps make the rate variable). A second video stream
     shows numbers from 512. Each number is shown by `held` frames. `rotate` is the angle of the display matrix,
-    counter-clockwise.
+    counter-clockwise; `mirrored`, it also mirrors.
     """
     av: Any = importlib.import_module("av")
     width, height = size
@@ -64,7 +65,7 @@ def make_clip(
         for stream in videos:
             stream.width, stream.height, stream.pix_fmt = width, height, pix_fmt
             if rotate is not None:
-                stream.set_display_rotation(rotate)
+                stream.set_display_rotation(rotate, hflip=mirrored)
         sound = out.add_stream("aac", rate=8000) if audio else None
         out.start_encoding()  # a clip without frames also has a header
         for number, pts in enumerate(times):

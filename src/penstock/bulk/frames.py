@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from penstock.bulk.packets import CORRUPT_FRAME, TIMES_MAY_JUMP, Damage, PacketDecoder, Survivor, is_countable
+from penstock.bulk.pixels import orientation_of
 from penstock.bulk.types import Decoder, Gap, OnDamage, Position
 from penstock.bulk.urls import is_url
 from penstock.bulk.video import OpenVideo, VideoError, av_library, reason
@@ -22,6 +23,7 @@ from penstock.plugins import optional_module
 
 # a seek leads to frames that cannot be decoded alone, or to packets without times, without an error
 UNSEEKABLE = {("mxf", "ffv1"), ("asf", "h264"), ("asf", "hevc")}
+FULL_RANGE = 2  # AVCOL_RANGE_JPEG
 SEEK_BACK_S = (0.0, 10.0)  # some containers seek by decoding time and overshoot: try again further back
 
 
@@ -148,19 +150,22 @@ class FrameReader:
         try:
             unit, stream, self.tick_s = video.stream.time_base, video.stream.index, video.tick_s
             packets = _CountedPackets(video)
-            for _ in packets.keyframes():
+            keys = packets.keyframes()
+            if (first := next(keys, None)) is not None and not _is_plain(packets.decoded(first).picture):
+                raise _NotCountable
+            for _ in keys:
                 pass
-        except (OSError, ValueError, av_library().error.FFmpegError) as error:
+        except (Damage, OSError, ValueError, av_library().error.FFmpegError) as error:
             raise _NotCountable from error
         finally:
             video.close()
         if packets.hidden or not packets.times:  # torchcodec counts hidden frames too
             raise _NotCountable
         decoded = _TorchcodecFrames(self._path, self._threads, stream, len(packets.times))
-        first = packets.times[0]
+        zero = packets.times[0]
         begin = 0 if self._start is None else self._start.frame
         return (
-            LazyFrame(number, float((pts - first) * unit), pts, decoded)
+            LazyFrame(number, float((pts - zero) * unit), pts, decoded)
             for number, pts in enumerate(packets.times)
             if number >= begin
         )
@@ -474,6 +479,12 @@ class _TorchcodecFrames:
             self._picture = av_library().VideoFrame.from_ndarray(rgb, format="rgb24")
             self._last = number
         return self._picture
+
+
+def _is_plain(picture: Any) -> bool:
+    """Whether torchcodec converts a frame correctly: it mirrors none, and takes deep levels for limited ones."""
+    deep = picture.format.components[0].bits > 8
+    return not (orientation_of(picture)[1] or (deep and picture.color_range == FULL_RANGE))
 
 
 def torchcodec_decoder() -> Any:

@@ -53,14 +53,9 @@ class FrameConverter:
         return within(self.pixels.max_pixels, height, width)
 
     def _oriented(self, picture: Any) -> tuple[int, bool]:
-        """`_orientation_of` a frame, which reads the matrix only when the rotation changes.
-
-        Reading side data ties a frame into a reference cycle, which would hold the decoder's memory until the garbage
-        collector runs, possibly hours later. A tiny copy is read instead.
-        """
+        """`orientation_of` a frame, which reads the matrix only when the rotation changes."""
         if picture.rotation != self._rotation:
-            tiny = _to_rgb(av_library().video.reformatter.VideoReformatter(), picture, width=16, height=16)
-            self._rotation, self._orientation = picture.rotation, _orientation_of(tiny)
+            self._rotation, self._orientation = picture.rotation, orientation_of(picture)
         return self._orientation
 
     def ignores(self, picture: Any) -> str:
@@ -205,9 +200,14 @@ def tone_mapped(rgb: np.ndarray[Any, Any], curve: int) -> Array:
     return signal  # for a display of ITU-R BT.1886
 
 
-def _orientation_of(picture: Any) -> tuple[int, bool]:
-    """How to make a frame upright: quarter turns counter-clockwise, after mirroring it left to right or not."""
-    matrix = picture.side_data.get("DISPLAYMATRIX")
+def orientation_of(picture: Any) -> tuple[int, bool]:
+    """How to make a frame upright: quarter turns counter-clockwise, after mirroring it left to right or not.
+
+    Reading side data ties a frame into a reference cycle, which would hold the decoder's memory until the garbage
+    collector runs, possibly hours later. A tiny copy is read instead.
+    """
+    tiny = _to_rgb(av_library().video.reformatter.VideoReformatter(), picture, width=16, height=16)
+    matrix = tiny.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return 0, False
     a, b, _, c, d, *_ = struct.unpack("=9i", bytes(matrix))

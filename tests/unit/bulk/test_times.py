@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import av
+import numpy as np
 import pytest
 
 from penstock.bulk import frames as frames_module
 from penstock.bulk.decode import BlockPool, read_chunks
 from penstock.bulk.frames import FrameReader, torchcodec_decoder
-from penstock.bulk.types import Pixels, Position, ReadPlan, Sampling, Video
+from penstock.bulk.types import Decoder, Pixels, Position, ReadPlan, Sampling, Video
 from penstock.bulk.video import VideoError
 from penstock.errors import ConfigError
 from support.videos import make_clip, number_of
@@ -254,6 +255,30 @@ def test_another_decoder_reads_the_same_frames_at_the_same_times(case: tuple[str
         number, _, pts, _ = whole[len(whole) // 2]
         resumed = chosen(path, sampling, Position(number, pts, len(whole) // 2 + 1), decoder="torchcodec")
         assert resumed == whole[len(whole) // 2 + 1 :]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"rotate": 90},
+        {"rotate": 0, "mirrored": True},
+        {"rotate": 90, "mirrored": True},
+        {"pix_fmt": "yuv420p10le"},
+        {"pix_fmt": "yuv420p10le", "options": {"x264-params": "fullrange=on"}},
+    ],
+)
+def test_another_decoder_shows_frames_alike(tmp_path: Path, how: dict[str, Any]) -> None:
+    usable_torchcodec()
+    path = make_clip(tmp_path / "a.mp4", 12, **how)  # several, to have an order that the packets show
+
+    def shown(decoder: Decoder) -> Any:
+        plan = ReadPlan(pixels=Pixels(mode="source", decoder=decoder), chunk_size=12)
+        (chunk,) = read_chunks(Video(str(path), path.name, 0, 0), plan, BlockPool(1 << 20, 1 << 20))
+        return np.array(chunk.pixels, int)
+
+    one, other = shown("pyav"), shown("torchcodec")
+    assert one.shape == other.shape
+    assert abs(one - other).mean() < 3  # edges of 10-bit colours differ
 
 
 def usable_torchcodec() -> None:
