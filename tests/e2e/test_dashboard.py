@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -185,6 +187,20 @@ def test_the_stream_of_one_model_has_its_parts(server: Any, load: Callable[..., 
     assert later[-1]["up_s"] > first["up_s"]
     with pytest.raises(urllib.error.HTTPError, match="404"):
         events(url, 1, model="slow/2")
+
+
+def test_a_client_that_reads_late_makes_writing_a_part_of_the_mean_time(serve_all: Callable[..., Any]) -> None:
+    server = serve_all("def big(items):\n    return [b'x' * 2**24 for _ in items]\n", "big")
+    url, request = server.urls["metrics"], urllib.request.Request(f"{server.url}/predictions/big", b"x")
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port)) as late:
+        late.sendall(b"POST /predictions/big HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\nx")
+        time.sleep(3)
+        with urllib.request.urlopen(request) as answer:
+            assert len(answer.read()) == 2**24
+        views = events(url, 4, model="big/1")
+    place = views[0]["fields"].index("write_s")
+    assert max(second[place] for view in views for second in view["models"][0]["seconds"]) > 1.0
 
 
 def test_jobs_of_this_machine_are_shown_with_their_progress(server: Any, browser: Browser) -> None:

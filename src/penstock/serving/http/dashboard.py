@@ -334,7 +334,7 @@ class Dashboard:
         """The models as a table in HTML, for browsers without scripts."""
         self._snapshot = self._read()
         heads = ("Model", "Version", "State", "Instances", "Requests/s", "p99 ms", "Queue")
-        lines = ["".join(f"<th>{head}</th>" for head in heads)]
+        lines = []
         for model in self._snapshot.models[:MODELS]:
             status, now = model.status, self._now(model.key)
             cells = (status.name, status.version, status.state, f"{status.ready_instances} of {status.instances}")
@@ -342,8 +342,10 @@ class Dashboard:
             labels = ("", *(f' data-label="{head}"' for head in heads[1:]))
             row = zip(labels, (*cells, *numbers), strict=True)
             lines.append("".join(f"<td{label}>{html.escape(cell)}</td>" for label, cell in row))
+        head = "".join(f"<th>{head}</th>" for head in heads)
         rows = "".join(f"<tr>{line}</tr>" for line in lines)
-        return f"<p>{html.escape(self._verdict().text)}</p><table>{rows}</table>"
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        return f"<p>{html.escape(self._verdict().text)}</p>{table}"
 
 
 class _Viewer:

@@ -85,7 +85,7 @@ def _failing(model: ModelSnapshot, now: Second) -> _Judged:
     share = now.failed / now.answers if now.answers else 0.0
     if share < SHARE:
         return []
-    text = f"Model '{model.status.name}' answers {share:.0%} of its requests with errors."
+    text = f"Model '{model.status.name}' answers {share:.0%} of its requests with errors: the log says why."
     return [(share, ("error", "errors", text))]
 
 
