@@ -212,6 +212,22 @@ def test_requests_to_torchserve_are_linked_to_their_batches(torchserve: Any) -> 
     assert len([s for s in spans if s.name.startswith("request ")]) == 11, "and none of an unsampled caller"
 
 
+def test_a_collector_that_is_down_costs_torchserve_neither_requests_nor_the_end(torchserve: Any) -> None:
+    torchserve.add_model(HANDLER)
+    torchserve.env["OTEL_BSP_SCHEDULE_DELAY"] = "100"
+    keys = {"load_models": "m.mar", "disable_token_authorization": "true"}
+    torchserve.configure(**keys, tracing_endpoint="http://127.0.0.1:1/v1/traces", tracing_ratio="1")
+    torchserve.start("--ts-config", "config.properties")
+    for _ in range(20):
+        found = torchserve.fetch(torchserve.url() + "/predictions/m", b"x", content_type="application/octet-stream")
+        assert found == (200, b"x")
+    began = time.monotonic()
+    assert torchserve.run("torchserve", "--stop")[0] == 0
+    assert time.monotonic() - began < 20
+    assert torchserve.said().count("event=traces_lost") <= 1
+    assert "Traceback" not in torchserve.said()
+
+
 @pytest.mark.parametrize("kind", ["down", "answers 500", "slow"])
 def test_a_collector_that_does_not_work_costs_neither_requests_nor_the_end(
     kind: str, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
