@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 from array import array
 from bisect import bisect_left
@@ -13,7 +14,16 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from penstock.bulk.packets import CORRUPT_FRAME, TIMES_MAY_JUMP, Damage, PacketDecoder, Survivor, is_countable
+from penstock.bulk.packets import (
+    CORRUPT_FRAME,
+    STREAMS,
+    TIMES_MAY_JUMP,
+    Damage,
+    PacketDecoder,
+    Survivor,
+    has_countable_keyframes,
+    is_countable,
+)
 from penstock.bulk.pixels import orientation_of
 from penstock.bulk.types import Decoder, Gap, OnDamage, Position
 from penstock.bulk.urls import is_url
@@ -149,7 +159,7 @@ class FrameReader:
         video = OpenVideo(self._path, 1, stream=self._stream)
         try:
             unit, stream, self.tick_s = video.stream.time_base, video.stream.index, video.tick_s
-            packets = _CountedPackets(video)
+            packets = _CountedPackets(video, countable=is_countable(video.container, video.stream.codec_context))
             keys = packets.keyframes()
             if (first := next(keys, None)) is not None and not _is_plain(packets.decoded(first).picture):
                 raise _NotCountable
@@ -195,9 +205,9 @@ class FrameReader:
         video = OpenVideo(self._path, 1, stream=self._stream)
         self.tick_s = video.tick_s
         try:
-            packets = _CountedPackets(video)
+            packets = _CountedPackets(video, countable=has_countable_keyframes(video))
             for packet in packets.keyframes():
-                if start is not None and (start.pts is None or packet.pts < start.pts):
+                if start is not None and packets.number(packet) < start.frame:
                     continue
                 try:
                     key = packets.decoded(packet)
@@ -307,6 +317,12 @@ class _Clock:
         return float(self._last), pts if self._seekable else None
 
 
+def _clock_of(video: OpenVideo) -> _Clock:
+    jumps = bool(video.container.format.flags & TIMES_MAY_JUMP)
+    kind = video.container.format.name, video.stream.codec_context.name
+    return _Clock(video.stream, seekable=not jumps and kind not in UNSEEKABLE)
+
+
 class _SinglePass:
     """One pass over a file by one decoder, which is tolerant if there is a list for `gaps`."""
 
@@ -315,9 +331,7 @@ class _SinglePass:
         self.tick_s = video.tick_s
         self._gaps = gaps
         self._decoder = PacketDecoder(video)
-        jumps = bool(video.container.format.flags & TIMES_MAY_JUMP)
-        kind = video.container.format.name, video.stream.codec_context.name
-        self._clock = _Clock(video.stream, seekable=not jumps and kind not in UNSEEKABLE)
+        self._clock = _clock_of(video)
 
     def all_frames(self) -> Iterator[DecodedFrame]:
         """Raises Damage."""
@@ -386,14 +400,15 @@ class _SinglePass:
 class _CountedPackets:
     """The packets of a video in the order of decoding; `times` has their pts, sorted."""
 
-    def __init__(self, video: OpenVideo) -> None:
+    def __init__(self, video: OpenVideo, *, countable: bool) -> None:
         self._decoder = PacketDecoder(video)
         self._context = video.stream.codec_context
-        self._clock = _Clock(video.stream, seekable=True)
+        self._parsed = video.container.format.name.startswith(STREAMS)
+        self._clock = _clock_of(video)
         self._reorders = video.reorder_depth > 0
         self._in_order = self._all_key = True
         self.hidden = 0
-        self._countable = is_countable(video.container, self._context)
+        self._countable, self._key_pts = countable, -math.inf  # of the keyframe before the last
         self.times = array("q")
 
     def keyframes(self) -> Iterator[Any]:
@@ -411,13 +426,14 @@ class _CountedPackets:
                 continue
             if packet.is_keyframe:
                 yield from self._counted(key)
-                key = packet
+                self._key_pts, key = -math.inf if key is None else key.pts, packet
             self._add(packet)
         yield from self._counted(key)
 
     def _add(self, packet: Any) -> None:
         place = self.number(packet)
-        if self.times[place : place + 1] == array("q", [packet.pts]) or (place == 0 and self.times):
+        known = self.times[place : place + 1] == array("q", [packet.pts])
+        if known or (place == 0 and self.times) or packet.pts <= self._key_pts:  # times jump back between recordings
             raise _NotCountable
         self._in_order = self._in_order and place == len(self.times)
         self._all_key = self._all_key and packet.is_keyframe
@@ -444,6 +460,8 @@ class _CountedPackets:
         finally:
             self._context.flush_buffers()
         if [picture.pts for picture in pictures] != [packet.pts] or not pictures[0].key_frame:
+            raise _NotCountable
+        if self._parsed and pictures[0].interlaced_frame:  # a packet may be a field
             raise _NotCountable
         if pictures[0].is_corrupt:
             raise Damage(CORRUPT_FRAME)

@@ -21,6 +21,7 @@ SEGMENT = b"\x18\x53\x80\x67"
 NO_FRAME = "a packet shows no frame"
 COUNTABLE = ("mov,", "matroska,", "flv", "nut")  # containers that state when each packet is shown
 PACKET_A_FRAME = {"h264", "hevc", "av1", "vp9", "mpeg4", "mjpeg", "prores"}  # VP8 and packed MPEG-4 hide some
+STREAMS = ("mpegts", "mpeg")  # containers that state it for some packets or all, and leave their division to a parser
 CORRUPT_FRAME = "the data of a frame is damaged"
 WITHOUT_PTS = ("avi", "asf")  # containers
 DEEP_REORDER = ("h264", "hevc")  # codecs whose pts FFmpeg cannot infer there
@@ -34,6 +35,18 @@ class Damage(Exception):
 def is_countable(container: Any, context: Any) -> bool:
     """Whether each packet of a file states when its one frame is shown."""
     return container.format.name.startswith(COUNTABLE) and context.name in PACKET_A_FRAME
+
+
+def has_countable_keyframes(video: OpenVideo) -> bool:
+    """Whether the packets of a file may show the number of a keyframe. Each must have a pts besides.
+
+    Where a container states no order of presentation, it is the order of packets if the codec reorders no frame.
+    """
+    name, codec = video.container.format.name, video.stream.codec_context.name
+    if name.startswith(STREAMS):
+        return codec in PACKET_A_FRAME or codec == "mpeg2video"
+    in_order = name in WITHOUT_PTS and codec in ("mpeg4", "mjpeg") and video.reorder_depth == 0
+    return in_order or is_countable(video.container, video.stream.codec_context)
 
 
 class PacketDecoder:

@@ -281,6 +281,24 @@ def test_another_decoder_shows_frames_alike(tmp_path: Path, how: dict[str, Any])
     assert abs(one - other).mean() < 3  # edges of 10-bit colours differ
 
 
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case[3] in ("ts", "mpg") and case[4] == "kept" and case[:2] != ("mpeg2video", "plain")]
+    + [("mpeg4", "plain", rate, container, "kept") for rate in RATES for container in ("avi", "asf")],
+    ids="-".join,
+)
+def test_keyframes_alone_are_decoded_in_streams_that_state_all_times(
+    case: tuple[str, ...], make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = make(case)
+    whole = [frame for frame in FrameReader(str(path)).frames() if frame.picture.key_frame]
+    monkeypatch.setattr(FrameReader, "_all_frames", lambda *_: pytest.fail("every frame is decoded"))
+    keys = list(FrameReader(str(path), keyframes=True).frames())
+    assert [key[:3] for key in keys] == [frame[:3] for frame in whole]
+    for key, frame in zip(keys, whole, strict=True):
+        assert (key.picture.to_ndarray() == frame.picture.to_ndarray()).all()
+
+
 def usable_torchcodec() -> None:
     """Skips the test if torchcodec is missing, or finds no FFmpeg."""
     try:
