@@ -35,7 +35,7 @@ CLIENTS = Path(__file__).with_name("peers") / "vlm_clients.py"
 IMAGES, SIDES = 400, (1120, 840)
 PIXELS = 448 * 336
 COLUMNS = {"busy": "busy %", "rate": "rows/s", "cpu_ms": "client's CPU ms/row"}
-VIDEO = ((270, 1, 100.0), (270, 1, 1000.0), (1080, 10, 100.0))  # height, every how many frames, the engine's rate
+VIDEO = ((270, 2, 100.0), (270, 2, 1000.0), (1080, 10, 100.0))  # height, every how many frames, the engine's rate
 PENSTOCK = [sys.executable, "-m", "penstock.cli.main", "caption", "--backend", "openai", "--server", "URL"]
 PENSTOCK += ["--max-pixels", str(PIXELS), "--progress", "none"]
 
