@@ -746,7 +746,7 @@ def test_keyframes_are_found_if_the_container_marks_none(clips: Any, tmp_path: P
 
 
 def test_a_video_without_keyframes_is_reported(clips: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, _ = clips("b-frames.ts")
+    path, _ = clips("b-frames.avi")
     frame = DecodedFrame(0, 0.0, None, SimpleNamespace(key_frame=False))
     monkeypatch.setattr(FrameReader, "_all_frames", lambda *_: iter([frame]))
     with pytest.raises(VideoError, match="none of its 1 frames is a keyframe: read it without --keyframes"):
