@@ -19,6 +19,7 @@ import pytest
 
 from penstock.streamer.redis.client import RedisStreamer
 from support.brokers import APP, WorkerProcess
+from support.waiting import until
 
 FULL = os.environ.get("CHAOS") == "full"
 PATIENCE_S = 60.0  # longest wait for anything that must come
@@ -156,14 +157,6 @@ class Crowd:
                 return
             if answer.status != 200:
                 await asyncio.sleep(0.01)
-
-
-async def until(true: Callable[[], Any], patience_s: float = PATIENCE_S) -> None:
-    """Returns when `true()`; fails after `patience_s`."""
-    end = time.monotonic() + patience_s
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
-        await asyncio.sleep(0.02)
 
 
 def workers(server: Any) -> list[psutil.Process]:

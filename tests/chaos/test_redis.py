@@ -9,7 +9,8 @@ import time
 import pytest
 
 from penstock.errors import BrokerUnavailable, ConfigError, DeadlineExceeded, QueueFull, WorkerDied
-from support.brokers import QUEUE, Crowd, runs, wait_until
+from support.brokers import QUEUE, Crowd, runs
+from support.waiting import wait_for
 
 
 def test_without_redis_a_clear_error_is_raised_at_once(streamer, redis_server):
@@ -180,7 +181,7 @@ def test_a_worker_without_time_to_drain_hands_back_what_it_has_taken(worker, str
     first = worker("slow", "--drain", "0", "--lease", "30")
     one = streamer(worker_timeout=60)
     future = one.submit(list(range(40)))
-    wait_until(lambda: taken(redis_server) >= 16)
+    wait_for(lambda: taken(redis_server) >= 16)
     assert first.end() == 0
     worker("echo", "--lease", "30")
     assert future.result(10) == list(range(40))
@@ -200,16 +201,16 @@ def test_kedas_scaler_sees_the_waiting_requests(worker, streamer, redis_server):
     assert redis_server.ask.xlen(QUEUE) == 0
     one = streamer(worker_timeout=60)
     future = one.submit(list(range(40)))
-    wait_until(lambda: redis_server.ask.xlen(QUEUE) == 40)
+    wait_for(lambda: redis_server.ask.xlen(QUEUE) == 40)
     assert redis_server.ask.xinfo_groups(QUEUE) == []
     worker("slow")
-    wait_until(lambda: taken(redis_server) == 16)
+    wait_for(lambda: taken(redis_server) == 16)
     assert (redis_server.ask.xlen(QUEUE), redis_server.ask.xinfo_groups(QUEUE)[0]["lag"]) == (40, 24)
     with pytest.raises(DeadlineExceeded):
         one.submit(["late"], deadline=0.1).result(10)
-    wait_until(lambda: redis_server.ask.xlen(QUEUE) <= 40)  # Redis may not know the lag now; the length is right
+    wait_for(lambda: redis_server.ask.xlen(QUEUE) <= 40)  # Redis may not know the lag now; the length is right
     assert future.result(20) == list(range(40))
-    wait_until(lambda: redis_server.ask.xlen(QUEUE) == 0)
+    wait_for(lambda: redis_server.ask.xlen(QUEUE) == 0)
     assert redis_server.ask.xinfo_groups(QUEUE)[0]["lag"] == 0
 
 
@@ -218,12 +219,12 @@ def test_data_of_another_program_under_the_same_keys_is_reported_until_it_is_gon
     working, caller = worker("echo"), streamer()
     with pytest.raises(BrokerUnavailable, match="another prefix"):
         caller.predict([1])
-    wait_until(lambda: "another prefix: the worker retries" in working.log_text())
+    wait_for(lambda: "another prefix: the worker retries" in working.log_text())
     redis_server.ask.delete(QUEUE)
     assert caller.predict([1]) == [1]
     redis_server.ask.delete(QUEUE)
     redis_server.ask.set(QUEUE, "other")
-    wait_until(lambda: working.log_text().count("another prefix") == 2)
+    wait_for(lambda: working.log_text().count("another prefix") == 2)
     redis_server.ask.delete(QUEUE)
     assert caller.predict([1]) == [1]
     assert working.process.poll() is None
@@ -248,9 +249,7 @@ def test_memory_is_bounded_when_callers_do_not_read(worker, redis_server):
         await client._in.close()
 
     asyncio.run(ask_and_leave())
-    end = time.monotonic() + 20
-    while redis_server.ask.xlen(QUEUE) and time.monotonic() < end:
-        time.sleep(0.02)
+    wait_for(lambda: not redis_server.ask.xlen(QUEUE))
     (replies,) = redis_server.ask.keys("{penstock:}:replies:*")
     assert 0 < redis_server.ask.ttl(replies) <= 120
     (sent,) = redis_server.ask.keys("{penstock:}:sent:*")

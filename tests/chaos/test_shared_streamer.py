@@ -20,7 +20,8 @@ import pytest
 from penstock import DeadlineExceeded, Streamer, WorkerDied, connect
 from penstock.errors import ConfigError, ModelNotReady
 from penstock.streamer.shared.protocol import IDENTITY
-from support.shared_batchers import Batchers, batchers, until
+from support.shared_batchers import Batchers, batchers
+from support.waiting import wait_for
 
 MODELS = """
     import os, time
@@ -110,7 +111,7 @@ def test_callers_of_three_processes_lose_nothing_when_their_batcher_ends_under_l
     seen = set()
     for _ in range(chaos.count(4, 40)):
         before = answered()
-        until(lambda before=before: all(now > then + 10 for now, then in zip(answered(), before, strict=True)))
+        wait_for(lambda before=before: all(now > then + 10 for now, then in zip(answered(), before, strict=True)))
         with Streamer(models.echo, 4, shared="killed", linger_s=0.2, worker_timeout=60) as streamer:
             batcher = batcher_of(streamer)
         seen.add(batcher.pid)
@@ -119,7 +120,7 @@ def test_callers_of_three_processes_lose_nothing_when_their_batcher_ends_under_l
         _, alive = psutil.wait_procs([batcher, *workers], timeout=20)
         assert not alive, "a worker is left behind"
     before = answered()
-    until(lambda: all(now > then + 10 for now, then in zip(answered(), before, strict=True)))
+    wait_for(lambda: all(now > then + 10 for now, then in zip(answered(), before, strict=True)))
     assert len(shared.running()) == 1
     assert len(seen) > 1, "nobody took over"
     for one in programs:
@@ -137,7 +138,7 @@ def test_a_call_that_must_not_run_twice_is_told_that_its_batcher_died(
         futures = [streamer.submit([(str(tmp_path), str(i))]) for i in range(5)]
         for future in futures:
             future.add_done_callback(lambda f: told.update([type(f.exception()).__name__]))
-        until((tmp_path / "ran").exists)
+        wait_for((tmp_path / "ran").exists)
         batcher_of(streamer).kill()
         assert [type(future.exception(20)) for future in futures] == [WorkerDied] * 5
         (tmp_path / "open").touch()
@@ -151,7 +152,7 @@ def test_a_call_that_is_in_flight_at_three_deaths_is_not_sent_again(
     with Streamer(models.gated, 2, shared="deadly", linger_s=0.1) as streamer:
         future = streamer.submit([(str(tmp_path), "deadly")])
         for deaths in range(3):
-            until(lambda deaths=deaths: lines(tmp_path / "ran") > deaths)
+            wait_for(lambda deaths=deaths: lines(tmp_path / "ran") > deaths)
             assert not future.done()
             batcher_of(streamer).kill()
         assert isinstance(future.exception(20), WorkerDied)
@@ -197,19 +198,19 @@ def test_a_killed_client_leaves_the_queue_and_its_memory_is_freed(
     """
     with Streamer(models.gated, 1, shared="left", linger_s=0.1, worker_timeout=60) as streamer:
         running = streamer.submit([(str(tmp_path), "ours")])
-        until((tmp_path / "ran").exists)
+        wait_for((tmp_path / "ran").exists)
         batcher = batcher_of(streamer)
         held = memory_of(batcher), batcher.num_fds()
         client = shared.start(program, str(tmp_path), cwd=tmp_path)
         assert client.stdout is not None
         assert client.stdout.readline() == "sent\n"
-        until(lambda: memory_of(batcher) == held[0] + 2)
+        wait_for(lambda: memory_of(batcher) == held[0] + 2)
         client.kill()
-        until(lambda: streamer.statistics()["clients"] == 1)
+        wait_for(lambda: streamer.statistics()["clients"] == 1)
         mine = [streamer.submit([(str(tmp_path), "ours")]) for _ in range(3)]
         (tmp_path / "open").touch()
         assert [future.result(30) for future in (running, *mine)] == [[2]] * 4
-        until(lambda: (memory_of(batcher), batcher.num_fds()) == held)  # one of theirs had been sent ahead
+        wait_for(lambda: (memory_of(batcher), batcher.num_fds()) == held)  # one of theirs had been sent ahead
     ran = (tmp_path / "ran").read_text().split()
     assert ran.count("ours") == 4
     assert ran.count("theirs") <= 1, "more was run than what had been sent ahead"
@@ -274,7 +275,7 @@ def test_large_calls_of_many_threads_survive_the_death_of_their_batcher(
         threads = [threading.Thread(target=call, args=(i,)) for i in range(6)]
         for thread in threads:
             thread.start()
-        until(lambda: finished[0] > 40)
+        wait_for(lambda: finished[0] > 40)
         batcher_of(streamer).kill()
         for thread in threads:
             thread.join(60)
@@ -289,7 +290,7 @@ def test_a_batcher_that_cannot_start_is_an_error_with_the_place_of_its_log(
     with Streamer(models.echo, 4, shared="file", linger_s=0.1) as streamer:
         assert streamer.predict([1]) == [1]
         (path,) = shared.sockets()
-    until(lambda: not shared.running())
+    wait_for(lambda: not shared.running())
     path.touch()
     with Streamer(models.echo, 4, shared="file", linger_s=0.1) as streamer:
         for _ in range(2):  # the second call may meet the pause before the next attempt
@@ -297,7 +298,7 @@ def test_a_batcher_that_cannot_start_is_an_error_with_the_place_of_its_log(
                 streamer.predict([1])
         assert f"{path} is not a socket: remove it, or use another name" in shared.log()
         path.unlink()
-        until(lambda: answers(streamer))
+        wait_for(lambda: answers(streamer))
 
 
 def answers(streamer: Streamer) -> bool:

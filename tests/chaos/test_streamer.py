@@ -23,6 +23,7 @@ import pytest
 
 from penstock import DeadlineExceeded, Streamer, ThreadedStreamer, WorkerDied
 from penstock.errors import RunTimeout
+from support.waiting import wait_for
 
 PATIENCE_S = 60.0
 
@@ -159,10 +160,8 @@ class Callers:
 
     def answered(self, more: int) -> None:
         """Returns when about so many more calls are answered."""
-        target, end = self.right + more, time.monotonic() + PATIENCE_S
-        while self.right < target:
-            assert time.monotonic() < end, f"{self.right} calls were answered, expected {target}"
-            time.sleep(0.001)
+        target = self.right + more
+        wait_for(lambda: self.right >= target, said=lambda: f"{self.right} calls were answered, expected {target}")
 
     def stop(self) -> None:
         self._going = False

@@ -19,6 +19,7 @@ from penstock.plugins import resolve
 from penstock.types import Item
 from support.scripted import CRASHING
 from support.transports import TransportHarness, values
+from support.waiting import until
 
 
 def process(spec, pool):
@@ -161,11 +162,7 @@ async def test_what_a_worker_has_started_ends_with_it(end):
             await harness.until(lambda: harness.downs)
         else:
             await harness.transport.close(1.0)
-    for _ in range(200):
-        if not alive(started):
-            break
-        await asyncio.sleep(0.01)
-    assert not alive(started)
+    await until(lambda: not alive(started))
 
 
 async def test_close_kills_what_does_not_end():

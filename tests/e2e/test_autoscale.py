@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from support.waiting import wait_for
 
 SOURCE = """
     import os
@@ -40,13 +41,6 @@ def settings(model: str, **autoscale: Any) -> list[str]:
     return [word for key, value in keys.items() for word in ("--set", f"models.{model}.{key}={json.dumps(value)}")]
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def ask_many(server: Any, model: str, requests: int) -> set[int]:
     """The workers that answered; every request is answered."""
 
@@ -64,7 +58,7 @@ def test_workers_follow_the_load_between_min_and_max(serve: Callable[..., Any]) 
     assert len(ask_many(server, "work", 2)) == 1
     assert 2 <= len(ask_many(server, "work", 300)) <= 3
     assert server.metric("penstock_workers", model="work") > 1
-    until(lambda: server.metric("penstock_workers", model="work") == 1)
+    wait_for(lambda: server.metric("penstock_workers", model="work") == 1)
     assert len(ask_many(server, "work", 2)) == 1
     _, body = server.get("/v2/models/work/stats")
     assert json.loads(body)["model_stats"][0]["inference_stats"]["fail"]["count"] == 0
@@ -74,7 +68,7 @@ def test_workers_follow_the_load_between_min_and_max(serve: Callable[..., Any]) 
 def test_the_schedule_starts_workers_without_a_request(serve: Callable[..., Any]) -> None:
     schedule = 'models.work.autoscale.schedule={"00:00" = 2, "12:00" = 2}'
     server = serve(SOURCE, "Work", *settings("work", max=3, timezone="UTC"), "--set", schedule)
-    until(lambda: server.metric("penstock_workers_up", model="work") == 2)
+    wait_for(lambda: server.metric("penstock_workers_up", model="work") == 2)
 
 
 def test_async_workers_follow_the_load_too(serve: Callable[..., Any]) -> None:
@@ -86,13 +80,13 @@ def test_async_workers_follow_the_load_too(serve: Callable[..., Any]) -> None:
         "models.waits.batching.concurrency=2",
     )
     assert 2 <= len(ask_many(server, "waits", 300)) <= 3
-    until(lambda: server.metric("penstock_workers", model="waits") == 1)
+    wait_for(lambda: server.metric("penstock_workers", model="waits") == 1)
 
 
 def test_no_worker_is_left_and_the_next_request_waits_for_one(serve: Callable[..., Any]) -> None:
     server = serve(SOURCE, "Work", *settings("work", max=2, idle_s=0.5, scale_to_zero=True))
     for _ in range(2):
-        until(lambda: server.metric("penstock_workers", model="work") == 0)
+        wait_for(lambda: server.metric("penstock_workers", model="work") == 0)
         assert server.get("/readyz")[0] == 200
         assert server.metric("penstock_model_state", model="work", state="IDLE") == 1
         assert len(ask_many(server, "work", 5)) <= 2
@@ -103,7 +97,7 @@ def test_instances_that_never_load_leave_the_first_one_in_peace(serve: Callable[
     assert len(ask_many(server, "first", 150)) == 1
     assert "no second one" in server.said()
     assert len((tmp_path / "loads").read_text()) < 30
-    until(lambda: server.metric("penstock_workers", model="first") == 1)
+    wait_for(lambda: server.metric("penstock_workers", model="first") == 1)
     assert len(ask_many(server, "first", 2)) == 1
 
 

@@ -9,12 +9,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.waiting import wait_for
 
 pytest.importorskip("av")
 pytest.importorskip("torch")
@@ -68,11 +69,7 @@ class Machine:
         ports = "--set server.management_port=0 --set server.metrics_port=0 --set server.grpc_port=0"
         line = f"exec {line} {ports}"
         server = self._start(self.folder, "-c", become, *self._enter, "bash", "-c", line, env=environment(), url=False)
-        end = time.monotonic() + START_S
-        while "READY" not in server.said():
-            assert server.process.poll() is None, server.said()
-            assert time.monotonic() < end, server.said()
-            time.sleep(0.05)
+        wait_for(lambda: "READY" in server.said(), START_S, process=server.process, said=server.said)
 
 
 def free_port() -> int:

@@ -33,6 +33,7 @@ from penstock.errors import (
 )
 from penstock.types import SequenceRequest
 from support.pages import ROOT, blocks
+from support.waiting import wait_for
 
 SOURCE = """
     import asyncio
@@ -122,13 +123,6 @@ def server(serve_all: Callable[..., Any]) -> Any:
 def client(server: Any) -> Iterator[penstock.Client]:
     with penstock.Client(server.url, management_url=server.urls["management"]) as client:
         yield client
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def in_flight(server: Any, model: str) -> float:
@@ -222,7 +216,7 @@ def test_a_full_queue_is_waited_for(server):
 def test_a_request_that_its_client_leaves_is_cancelled(server, client):
     with pytest.raises(ResponseTimeout):
         client.predict("waits", 1, timeout_s=0.3)
-    until(lambda: in_flight(server, "waits") == 0)
+    wait_for(lambda: in_flight(server, "waits") == 0)
 
 
 def test_a_key_lets_two_requests_run_once(server, client, tmp_path):
@@ -307,13 +301,13 @@ def test_leaving_a_stream_cancels_it_at_the_server(server, client):
     for part in client.stream("endless", 1):
         assert part == "x"
         break
-    until(lambda: in_flight(server, "endless") == 0)
+    wait_for(lambda: in_flight(server, "endless") == 0)
 
     async def leave() -> None:
         async with penstock.AsyncClient(server.url) as other:
             async for _ in other.stream("endless", 1):
                 break
-            await asyncio.to_thread(until, lambda: in_flight(server, "endless") == 0)
+            await asyncio.to_thread(wait_for, lambda: in_flight(server, "endless") == 0)
 
     asyncio.run(leave())
 
@@ -323,7 +317,7 @@ def test_a_deadline_ends_a_stream(server, client):
     with pytest.raises(DeadlineExceeded):
         list(client.stream("endless", 1, deadline_s=0.3))
     assert time.monotonic() - start < 5
-    until(lambda: in_flight(server, "endless") == 0)
+    wait_for(lambda: in_flight(server, "endless") == 0)
 
 
 def test_streams_over_grpc(server):
@@ -335,7 +329,7 @@ def test_streams_over_grpc(server):
             list(client.stream("absent", {"x": X}))
         with pytest.raises(ResponseTimeout):
             list(client.stream("waits", {"x": X}, timeout_s=0.3))
-        until(lambda: in_flight(server, "waits") == 0)
+        wait_for(lambda: in_flight(server, "waits") == 0)
         with pytest.raises(DeadlineExceeded):
             client.infer("waits", {"x": X}, deadline_s=0.2)
         for call in (lambda: client.predict("echo", 1), lambda: client.models()):

@@ -17,6 +17,8 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import aio, service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
+from support.waiting import wait_for
+
 TLS = Path(__file__).parents[1] / "tls"
 PORTS = ["--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0"]
 SOURCE = """
@@ -299,24 +301,17 @@ def in_flight(server: Any) -> float:
     return found
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_a_deadline_ends_the_call_and_the_request(server, client):
     status, _ = refused(lambda: client.infer("waits", [tensor("x", ONE, "FP32")], client_timeout=0.2))
     assert status == "DEADLINE_EXCEEDED"
-    until(lambda: in_flight(server) == 0)
+    wait_for(lambda: in_flight(server) == 0)
 
 
 def test_a_cancelled_call_is_cancelled_at_the_server(server, client):
     call = client.async_infer("waits", [tensor("x", ONE, "FP32")], lambda result, error: None)
-    until(lambda: in_flight(server) == 1)
+    wait_for(lambda: in_flight(server) == 1)
     call.cancel()
-    until(lambda: in_flight(server) == 0)
+    wait_for(lambda: in_flight(server) == 0)
 
 
 def test_a_client_that_leaves_its_stream_cancels_its_requests(server):
@@ -324,9 +319,9 @@ def test_a_client_that_leaves_its_stream_cancels_its_requests(server):
         client.start_stream(callback=lambda result, error: None)
         for _ in range(5):
             client.async_stream_infer("waits", [tensor("x", ONE, "FP32")])
-        until(lambda: in_flight(server) == 5)
+        wait_for(lambda: in_flight(server) == 5)
         client.stop_stream(cancel_requests=True)
-    until(lambda: in_flight(server) == 0)
+    wait_for(lambda: in_flight(server) == 0)
 
 
 # ---- bad input
@@ -479,7 +474,7 @@ def test_accepted_calls_are_answered_at_shutdown(serve):
     results: queue.Queue[Any] = queue.Queue()
     with triton.InferenceServerClient(address(server)) as client:
         client.async_infer("slow", [tensor("x", ONE, "FP32")], lambda result, error: results.put((result, error)))
-        until(lambda: server.metric("penstock_requests_in_flight", model="slow") == 1)
+        wait_for(lambda: server.metric("penstock_requests_in_flight", model="slow") == 1)
         stopping = threading.Thread(target=server.stop)
         stopping.start()
         result, error = results.get(timeout=30)

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import termios
-import time
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from penstock import RedisStreamer
 from penstock.torchserve.cli.pid_file import running_pid
 from support.captioner import FakeCaptioner
 from support.videos import make_clip
+from support.waiting import wait_for
 
 TLS = Path(__file__).parents[1] / "tls"
 FREE_PORTS = ["--port=0", *(f"--set=server.{name}_port=0" for name in ("management", "metrics", "grpc"))]
@@ -114,10 +114,7 @@ class Started:
         return os.pread(self._said.fileno(), 2**24, 0).decode(errors="replace")
 
     def wait_for(self, text: str) -> None:
-        end = time.monotonic() + 20
-        while text not in self.said():
-            assert time.monotonic() < end, self.said()
-            time.sleep(0.01)
+        wait_for(lambda: text in self.said(), said=self.said)
 
     def stop(self) -> int:
         self.process.terminate()
@@ -354,10 +351,7 @@ def test_a_server_in_the_background_leaves_its_pid_alone_without_standard_files(
     file, log = commands.folder / "tmp" / ".model_server.pid", commands.folder / "background" / "ts_log.log"
     starting = commands.start_torchserve("--start", shell="<&- >&- 2>&-", LOG_LOCATION=str(log.parent))
     assert starting.process.wait(20) == 0
-    end = time.monotonic() + 30
-    while "Inference API bind to: " not in (said := log.read_text() if log.exists() else ""):
-        assert time.monotonic() < end, said
-        time.sleep(0.01)
+    wait_for(lambda: log.exists() and "Inference API bind to: " in log.read_text())
     assert re.fullmatch(r"\d+\n", file.read_text())
     elsewhere = commands.start_torchserve("--stop", TMPDIR=str(commands.folder))
     assert elsewhere.process.wait(20) == 0

@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.dashboards import Dashboards
+from support.waiting import wait_for
 
 APP = """
     import os, time
@@ -65,18 +66,14 @@ def test_every_request_of_a_known_load_is_counted(server: Any) -> None:
         slow = []
         for in_flight in (1, 2):  # one runs, and one may have been sent ahead: the next can only wait
             slow.append(two.submit(post, server, {"sleep": 1.0}))
-            deadline = time.monotonic() + 5
-            while server.metric("penstock_requests_in_flight") != in_flight and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_for(lambda number=in_flight: server.metric("penstock_requests_in_flight") == number)
         late = post(server, {}, x_deadline_ms="20")
         assert [s.result() for s in slow] == [200, 200]
     with ThreadPoolExecutor(40) as many:
         crowd = list(many.map(lambda _: post(server, {"sleep": 0.05}), range(40)))
     missing = server.get("/v2/models/nobody")[0]
 
-    end = time.monotonic() + 5
-    while server.metric("penstock_requests_in_flight") and time.monotonic() < end:  # a response precedes its count
-        time.sleep(0.01)
+    wait_for(lambda: not server.metric("penstock_requests_in_flight"))  # a response precedes its count
     after = read()
     grown = {key: after[key] - before[key] for key in counters}
     statuses = [*good, *bad, late, 200, 200, *crowd, missing]
@@ -129,10 +126,7 @@ def test_a_worker_that_was_killed_is_a_restart(server: Any) -> None:
     before = server.metric("penstock_worker_restarts_total")
     worker = json.loads(server.post("/predictions/sums", b"{}")[1])["pid"]
     os.kill(worker, signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while server.metric("penstock_worker_restarts_total") != before + 1:
-        assert time.monotonic() < deadline, "it did not come up again"
-        time.sleep(0.05)
+    wait_for(lambda: server.metric("penstock_worker_restarts_total") == before + 1)
     assert server.metric("penstock_workers_up") == 1
     assert server.metric("penstock_worker_events_total", state="died") >= 1
 
@@ -142,10 +136,7 @@ def test_a_batch_under_which_the_worker_died_is_told_of(server: Any) -> None:
     worker = json.loads(server.post("/predictions/sums", b"{}")[1])["pid"]
     with ThreadPoolExecutor(1) as one:
         asked = one.submit(post, server, {"sleep": 0.5})
-        deadline = time.monotonic() + 5
-        while server.metric("penstock_requests_in_flight") != 1:
-            assert time.monotonic() < deadline, "it did not come"
-            time.sleep(0.01)
+        wait_for(lambda: server.metric("penstock_requests_in_flight") == 1)
         time.sleep(0.1)
         os.kill(worker, signal.SIGKILL)
         assert asked.result() == 200  # run again

@@ -23,6 +23,7 @@ from penstock.pipeline.describe import read_loads
 from penstock.pipeline.load import load_graph
 from penstock.pipeline.local import LocalPipeline
 from support.files import write_onnx
+from support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 SIDE, LABELS = 8, 5
@@ -161,13 +162,6 @@ def server(serve_all: Callable[..., Any], folder: Path) -> Any:
 def local(folder: Path) -> Iterator[LocalPipeline]:
     with LocalPipeline(load_graph(folder / "labeller.toml")) as pipeline:
         yield pipeline
-
-
-def wait_for(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 def scores_of(local: LocalPipeline, image: bytes) -> Any:

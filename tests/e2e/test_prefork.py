@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from support.shared_batchers import batchers
+from support.waiting import wait_for
 from support.webservers import ask, served
 
 BIN = Path(sys.executable).parent
@@ -61,10 +61,7 @@ def check(folder: Path, kind: str, forked: bool, together: bool, *command: str) 
     assert ("starts its own workers" in text) == forked, text
     assert "Traceback" not in GEVENT_EXIT.sub("", text), text
     for worker in set.union(*workers.values()):
-        end = time.monotonic() + 5
-        while Path(f"/proc/{worker}").exists():
-            assert time.monotonic() < end, f"worker {worker} is left behind"
-            time.sleep(0.01)
+        wait_for(lambda worker=worker: not Path(f"/proc/{worker}").exists(), 5)
 
 
 @pytest.mark.parametrize("preload", [False, True], ids=["imported_after_the_fork", "preload"])

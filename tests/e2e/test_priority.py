@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +19,7 @@ from penstock.core.engine.engine import Engine
 from penstock.errors import QueueTimeout
 from penstock.serving.protocols.oip_messages import HEADER_LENGTH, decode_answer, encode_arrays
 from penstock.types import Item, ItemResult
+from support.waiting import wait_for
 
 PATIENCE_S = 60.0
 PORTS = ["--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0"]
@@ -80,9 +80,9 @@ def test_prebatches_that_do_not_fit_are_cut_and_answered_whole(serve: Callable[.
 
     with ThreadPoolExecutor(9) as pool:
         answers = [pool.submit(ask, 100)]
-        _until(lambda: (tmp_path / "ran").exists())  # the first one alone holds the worker
+        wait_for(lambda: (tmp_path / "ran").exists())  # the first one alone holds the worker
         answers += [pool.submit(ask, 100 * k) for k in range(2, 10)]
-        _until(lambda: server.metric("penstock_requests_in_flight") >= 9)
+        wait_for(lambda: server.metric("penstock_requests_in_flight") >= 9)
         (tmp_path / "go").touch()
         for k, answer in enumerate(answers):
             assert answer.result(PATIENCE_S) == [2 * (100 * (k + 1) + j) for j in range(5)]
@@ -117,7 +117,7 @@ async def test_a_worker_process_with_a_long_run_has_nothing_that_must_wait(tmp_p
             assert handle.batcher is not None
             handle.batcher.scheduler.prime([(1, 100.0)] * 12)
         first = asyncio.create_task(engine.infer("m", "first"))
-        await asyncio.to_thread(_until, lambda: (tmp_path / "ran").exists())
+        await asyncio.to_thread(wait_for, lambda: (tmp_path / "ran").exists())
         late: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
         engine.submit("m", None, Item("late", wait_s=0.05), late.set_result)
         bulk = asyncio.create_task(engine.infer("m", "bulk", priority=1))
@@ -146,16 +146,9 @@ def test_a_timeout_counts_the_wait_alone(serve: Callable[..., Any], tmp_path: Pa
 
     with ThreadPoolExecutor(1) as pool:
         started = pool.submit(ask, 2_000_000)
-        _until(lambda: (tmp_path / "ran").exists())
+        wait_for(lambda: (tmp_path / "ran").exists())
         status = {"http": "503", "grpc": "StatusCode.UNAVAILABLE"}[protocol]
         assert ask(2_500_000).startswith(f"{status} the request expired in the queue after 2500000 us")
         (tmp_path / "go").touch()
         assert started.result(PATIENCE_S) == "[14]", "it was started in time"
     assert server.metric("penstock_rejections_total", reason="timeout") == 1
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from support.waiting import wait_for
 
 SOURCE = """
     import os
@@ -105,10 +106,7 @@ def test_the_metadata_of_a_model_that_is_not_loaded_come_with_it(start: Callable
     server = start("310MB", {"m": {}}, management=True)
     assert server.get("/v2/models/m/ready")[0] == 200
     assert server.get("/v2/models/m")[0] == 503
-    end = time.monotonic() + 20
-    while server.get("/v2/models/m")[0] != 200:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for(lambda: server.get("/v2/models/m")[0] == 200)
     url, headers = server.urls["management"] + "/models/m/scale", {"content-type": "application/json"}
     status, body = server.fetch(urllib.request.Request(url, b'{"instances": 2}', headers, method="PUT"))
     assert (status, b"residency" in body) == (409, True), body
@@ -118,10 +116,7 @@ def test_a_model_that_nobody_uses_leaves_and_a_pinned_one_stays(start: Callable[
     server = start("1GB", {"often": {"pinned": True}, "rare": {"keep_alive_s": 0.5}})
     assert server.metric("penstock_workers_up", model="often") == 1
     first = ask(server, "rare")
-    end = time.monotonic() + 20
-    while server.metric("penstock_device_resident_bytes", device="cpu") > DECLARED:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for(lambda: server.metric("penstock_device_resident_bytes", device="cpu") <= DECLARED)
     assert server.metric("penstock_workers_up", model="often") == 1
     assert server.metric("penstock_workers_up", model="rare") == 0
     assert ask(server, "rare") != first
@@ -151,10 +146,7 @@ def test_a_model_that_takes_more_than_the_budget_leaves_and_says_so(serve: Calla
     (tmp_path / "penstock.toml").write_text('[devices]\ncpu = "30MB"\n[models.m]\ntarget = "app.py:Large"')
     server = serve(SOURCE, "penstock.toml")
     server.post("/predictions/m", b"1")  # its batch may run before the memory is measured
-    end = time.monotonic() + 20
-    while server.metric("penstock_device_resident_bytes", device="cpu"):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for(lambda: not server.metric("penstock_device_resident_bytes", device="cpu"))
     status, body = server.post("/predictions/m", b"1")
     assert status == 503
     assert re.search(

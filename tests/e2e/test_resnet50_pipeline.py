@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from penstock.pipeline.load import load_graph, parse_graph
 from penstock.pipeline.local import LocalPipeline
 from penstock.pipeline.notation import TomlSource
 from penstock.runtimes.onnx import OnnxProgram, open_session
+from support.waiting import wait_for
 
 pytest.importorskip("cv2")
 pytest.importorskip("onnxruntime")
@@ -60,11 +60,7 @@ def naive(folder: Path, pipeline: int, example_all: Callable[..., Any]) -> int:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
     running = example_all(folder, "main_naive.py", "--model", "small", "--port", str(port), env=ENV, url=False)
-    end = time.monotonic() + 60
-    while f"thrift://127.0.0.1:{port}" not in running.said():
-        assert time.monotonic() < end, running.said()
-        assert running.process.poll() is None, running.said()
-        time.sleep(0.05)
+    wait_for(lambda: f"thrift://127.0.0.1:{port}" in running.said(), process=running.process, said=running.said)
     return port
 
 

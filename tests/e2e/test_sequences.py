@@ -20,6 +20,7 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.engine.engine import Engine
 from penstock.errors import LoadFailed
 from penstock.types import SequenceRequest
+from support.waiting import wait_for
 
 SOURCE = """
     import os
@@ -282,10 +283,8 @@ def test_killed_instances_end_their_sequences_and_each_caller_is_answered_once(s
     going.set()
     for thread in clients:
         thread.join()
-    end = time.monotonic() + 20
-    while json.loads(server.get("/v2/models/totals")[1])["parameters"]["instances"] < 2:  # for the tests that follow
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    model = "/v2/models/totals"
+    wait_for(lambda: json.loads(server.get(model)[1])["parameters"]["instances"] == 2)  # for the tests that follow
     assert not wrong, wrong[:3]
     assert counts["ok"] > 50
     assert counts["lost"] > 0

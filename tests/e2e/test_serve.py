@@ -21,6 +21,8 @@ from typing import Any
 import psutil
 import pytest
 
+from support.waiting import wait_for
+
 SERVE = [sys.executable, "-m", "penstock.cli.main", "serve"]
 
 MODELS = """
@@ -362,10 +364,7 @@ def test_a_killed_worker_costs_no_request(serve: Callable[..., Any]) -> None:
         statuses = [a.result()[0] for a in answers]
     assert statuses == [200] * 100
     assert server.get("/readyz")[0] == 200
-    deadline = time.monotonic() + 10
-    while server.metric("penstock_workers_up") < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert server.metric("penstock_workers_up") == 2
+    wait_for(lambda: server.metric("penstock_workers_up") == 2)
 
 
 def test_with_keep_going_the_other_models_serve_while_one_does_not_load(
@@ -394,8 +393,5 @@ def test_with_keep_going_the_other_models_serve_while_one_does_not_load(
     assert (broken["state"], works["state"]) == ("UNAVAILABLE", "READY")
     assert "no weights in weights.bin" in broken["reason"]
     (tmp_path / "weights").touch()
-    end = time.monotonic() + 60
-    while server.get("/readyz")[0] != 200:
-        assert time.monotonic() < end
-        time.sleep(0.05)  # until the next attempt to load
+    wait_for(lambda: server.get("/readyz")[0] == 200)  # until the next attempt to load
     assert server.post("/predictions/broken", b"[1]")[0] == 200

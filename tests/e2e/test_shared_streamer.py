@@ -25,8 +25,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from penstock import Streamer, tracing
 from penstock.errors import ConfigError, ModelNotReady
 from penstock.streamer.base import BaseStreamer
-from support.shared_batchers import Batchers, batchers, until
+from support.shared_batchers import Batchers, batchers
 from support.spans import check_links
+from support.waiting import wait_for
 from support.webservers import ask, served
 
 BIN = Path(sys.executable).parent
@@ -152,7 +153,7 @@ def test_a_batcher_ends_after_its_last_client_and_a_new_one_starts(shared: Batch
     first.destroy_workers()
     assert second.predict([1])[0][0] in pids, "the other client has left, but not this one"
     second.destroy_workers()
-    until(lambda: not shared.running())
+    wait_for(lambda: not shared.running())
     assert not shared.sockets()
     with pytest.raises(ModelNotReady, match="no batcher listens"):
         connect("unix:often").predict([1])
@@ -186,7 +187,7 @@ def test_other_settings_under_the_same_name_get_a_batcher_of_their_own(
         with pytest.raises(ConfigError, match=r"4 batchers of this name run .*: give the same in all processes, or"):
             started(64)
         assert len({worker(each) for each in (first, second, third, fourth)}) == len(shared.running()) == 4
-    until(lambda: not shared.running())
+    wait_for(lambda: not shared.running())
     with Streamer(Model, 4, shared="mine", linger_s=0.1) as streamer:
         assert streamer.predict([1])
         assert len(list((tmp_path / "run").glob("mine.sock.*.log"))) == 1, "files of dead batchers are left"
@@ -243,8 +244,8 @@ def test_a_rolling_restart_serves_new_code_from_a_second_batcher_without_an_erro
                 for version in (2, 3):
                     (tmp_path / "version.py").write_text(f"VERSION = {version}\n")
                     process.send_signal(signal.SIGHUP)
-                    until(lambda version=version: deployed(version))
-                until(lambda: len(shared.running()) == 1)
+                    wait_for(lambda version=version: deployed(version))
+                wait_for(lambda: len(shared.running()) == 1)
             finally:
                 over.set()
             for each in loading:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import http.client
 import json
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.engine.engine import Engine
 from penstock.errors import ConfigError, ItemFailed, LoadFailed
+from support.waiting import wait_for
 
 SOURCE = """
     import os
@@ -83,10 +83,7 @@ def test_the_mode_is_visible_in_the_metadata(server: Any) -> None:
 def test_steps_are_counted_in_the_metrics(server: Any) -> None:
     before = server.metric("step_items_total")
     list(lines(server, {"name": "a", "most": 7}))
-    end = time.monotonic() + 20
-    while server.metric("step_items_total") < before + 7:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_for(lambda: server.metric("step_items_total") >= before + 7)
     assert server.metric("step_seconds_count") > 0
 
 

@@ -13,7 +13,6 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from support.shared_batchers import until
+from support.waiting import wait_for
 
 HANDLER = """
 import os, sys, time
@@ -73,11 +72,7 @@ def foreground(torchserve: Any) -> Iterator[Callable[..., subprocess.Popen[bytes
         out = torchserve.folder / "said.txt"
         with out.open("wb") as log:
             running.append(subprocess.Popen(command, cwd=torchserve.folder, env=torchserve.env, stdout=log, stderr=log))
-        end = time.monotonic() + START_S
-        while ready not in out.read_text():
-            assert running[-1].poll() is None, out.read_text()
-            assert time.monotonic() < end, out.read_text()
-            time.sleep(0.02)
+        wait_for(lambda: ready in out.read_text(), START_S, process=running[-1], said=out.read_text)
         return running[-1]
 
     yield start
@@ -102,7 +97,7 @@ def begin(url: str, folder: Path) -> tuple[threading.Thread, list[tuple[int, byt
     answers: list[tuple[int, bytes]] = []
     thread = threading.Thread(target=lambda: answers.append(post(url, str(folder).encode())))
     thread.start()
-    until(lambda: (folder / "begun").exists())
+    wait_for(lambda: (folder / "begun").exists())
     return thread, answers
 
 
@@ -163,7 +158,7 @@ def test_a_signal_drains_in_the_foreground(
     assert torchserve.pids() == [process.pid]
     thread, answers = begin(listening((folder / "said.txt").read_text()), folder)
     process.send_signal(signal.SIGTERM)
-    until(lambda: "event=draining" in (folder / "said.txt").read_text())
+    wait_for(lambda: "event=draining" in (folder / "said.txt").read_text())
     (folder / "go").touch()
     thread.join()
     assert answers == [(200, b"answer")]
@@ -200,9 +195,9 @@ def test_a_second_signal_ends_at_once(
     url = listening((folder / "said.txt").read_text())
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
     connection.request("POST", "/predictions/echo", str(folder).encode())
-    until(lambda: (folder / "begun").exists())
+    wait_for(lambda: (folder / "begun").exists())
     process.send_signal(signal.SIGINT)
-    until(lambda: "event=draining" in (folder / "said.txt").read_text())
+    wait_for(lambda: "event=draining" in (folder / "said.txt").read_text())
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.wait(START_S) == 1

@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import threading
-import time
 from typing import Any
 
+import psutil
 import pytest
+
+from support.waiting import wait_for
 
 HANDLER = """
 import os
@@ -73,17 +75,6 @@ def ask(server: Any, body: bytes) -> tuple[int, Any]:
     return status, json.loads(found)
 
 
-def ends(pid: int) -> bool:
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_a_group_answers_as_one_worker_and_ends_as_one(server: Any) -> None:
     pytest.importorskip("torch")
     server.add_model(HANDLER, config=CONFIG)
@@ -109,10 +100,8 @@ def test_a_group_answers_as_one_worker_and_ends_as_one(server: Any) -> None:
         thread.start()
     # 500: the worker died with rank 1; 503: before that, its own handler failed, because gloo had lost rank 1
     assert ask(server, b"die")[0] in (500, 503)
-    assert all(map(ends, pids)), "no rank is left"
-    end = time.monotonic() + 60
-    while not (statuses and statuses[-1] == 200) and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)))  # no rank is left
+    wait_for(lambda: statuses and statuses[-1] == 200)
     going.set()
     for thread in clients:
         thread.join()
@@ -120,7 +109,7 @@ def test_a_group_answers_as_one_worker_and_ends_as_one(server: Any) -> None:
     pids = ask(server, b"z")[1]["pids"]
 
     os.kill(server.pids()[0], signal.SIGKILL)
-    assert all(map(ends, pids)), "the end of the server ends every rank"
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)))  # the end of the server ends every rank
 
 
 def test_a_rank_that_does_not_load_is_named(server: Any) -> None:

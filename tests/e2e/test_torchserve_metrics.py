@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.torchserve import grpc as services
 from support.dashboards import Dashboards
-from support.shared_batchers import until
+from support.waiting import wait_for
 
 HANDLER = """
 from ts.metrics.dimension import Dimension
@@ -172,14 +172,14 @@ def test_a_supervisor_that_never_reads_stdout_stops_neither_serving_nor_files_no
     os.close(write)
     try:
         address = f"{torchserve.folder}/i.sock"
-        until(lambda: b"Healthy" in over_socket(address, b"GET /ping HTTP/1.1\r\nhost: a\r\n"))
+        wait_for(lambda: b"Healthy" in over_socket(address, b"GET /ping HTTP/1.1\r\nhost: a\r\n"))
         head = b"POST /predictions/m HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\n"
-        until(lambda: b" 200 " in over_socket(address, head, b"x"))
+        wait_for(lambda: b" 200 " in over_socket(address, head, b"x"))
         for _ in range(400):
             assert b" 200 " in over_socket(address, head, b"x")
         access = torchserve.folder / "logs" / "access_log.log"
-        until(lambda: access.read_text().count("POST /predictions/m") >= 401)
-        until(lambda: len(logged(torchserve, "model_metrics", "PredictionTime")) >= 401)
+        wait_for(lambda: access.read_text().count("POST /predictions/m") >= 401)
+        wait_for(lambda: len(logged(torchserve, "model_metrics", "PredictionTime")) >= 401)
         began = time.monotonic()
         server.terminate()
         assert server.wait(30) == 0

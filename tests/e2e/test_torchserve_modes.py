@@ -19,6 +19,7 @@ import grpc
 import pytest
 
 from penstock.torchserve import grpc as services
+from support.waiting import wait_for
 
 CONTINUOUS = """
 import json, os, time
@@ -253,9 +254,8 @@ def test_a_client_that_leaves_frees_its_place_and_the_cache(server: Any) -> None
                 b"POST /predictions/steps HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
             )
             assert client.recv(1000)
-    end = time.monotonic() + 20
-    while steps(server, name="cached")[1] != "1":
-        assert time.monotonic() < end, "the handler still keeps requests whose clients have left"
+    kept = "the handler still keeps requests whose clients have left"
+    wait_for(lambda: steps(server, name="cached")[1] == "1", said=lambda: kept)
 
 
 @pytest.mark.parametrize(
@@ -282,9 +282,7 @@ def test_a_death_ends_each_active_request_once(server: Any) -> None:
         for each in streams:
             with pytest.raises((http.client.HTTPException, OSError)):
                 each.result()
-    end = time.monotonic() + 20
-    while steps(server, name="a")[0] != 200:
-        assert time.monotonic() < end
+    wait_for(lambda: steps(server, name="a")[0] == 200)
 
 
 def test_asynchronous_calls_overlap(server: Any) -> None:

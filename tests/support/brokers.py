@@ -17,6 +17,7 @@ import psutil
 
 from penstock.errors import PenstockError
 from penstock.streamer.redis.client import RedisStreamer
+from support.waiting import wait_for
 
 QUEUE = "{penstock:}:queue"
 APP = """
@@ -76,13 +77,6 @@ class WorkerProcess:
         return self.process.returncode
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
-
-
 def runs(redis: Any) -> None:
     """Waits until a worker has taken a request."""
     from redis.exceptions import ResponseError
@@ -133,10 +127,8 @@ class Crowd:
 
     def answered(self, more: int = 50) -> None:
         """Waits for a number of further correct results."""
-        target, end = self.right + more, time.monotonic() + 30
-        while self.right < target:
-            assert time.monotonic() < end, ("waited in vain", self.right, target, self.errors[-3:])
-            time.sleep(0.02)
+        target = self.right + more
+        wait_for(lambda: self.right >= target, said=lambda: (self.right, target, self.errors[-3:]))
 
     def stop(self) -> None:
         self._going = False

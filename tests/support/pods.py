@@ -28,6 +28,7 @@ import pytest
 
 import penstock
 from support.containers import Container, Probe
+from support.waiting import wait_for
 
 INIT = Path(__file__).with_name("pod_init.py")
 SOURCES = Path(penstock.__file__).parents[1]
@@ -109,10 +110,7 @@ class Pod:
 
     def wait_for(self, text: str) -> None:
         """Waits until the container has printed the text."""
-        end = time.monotonic() + READY_S
-        while text not in self.said():
-            assert time.monotonic() < end, self.said()
-            time.sleep(PROBE_S)
+        wait_for(lambda: text in self.said(), READY_S, said=self.said)
 
     def processes(self) -> list[psutil.Process]:
         """Process 1 and all its descendants."""
@@ -284,10 +282,9 @@ class Load:
         return not answer.will_close
 
     def until(self, answered: int) -> None:
-        end = time.monotonic() + READY_S
-        while self.answered < answered:
-            assert time.monotonic() < end, (self.answered, self.lost[:3], self.pod.said())
-            time.sleep(0.01)
+        wait_for(
+            lambda: self.answered >= answered, READY_S, said=lambda: (self.answered, self.lost[:3], self.pod.said())
+        )
 
     def join(self) -> None:
         for thread in self._threads:

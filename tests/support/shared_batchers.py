@@ -8,21 +8,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-PATIENCE_S = 30.0
-
-
-def until(true: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
-    """Returns when `true()`; fails after `patience_s`."""
-    end = time.monotonic() + patience_s
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
+from support.waiting import wait_for
 
 
 class Batchers:
@@ -78,6 +69,6 @@ def batchers(folder: Path) -> Iterator[Batchers]:
     found = Batchers(folder)
     try:
         yield found
-        until(lambda: not found.running())
+        wait_for(lambda: not found.running())
     finally:
         found.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 import sys
@@ -20,15 +19,7 @@ from penstock.core.contracts import BatchRecord, HttpSnapshot, ListenerSnapshot,
 from penstock.errors import ItemFailed
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.types import ModelStatus
-
-LIMIT_S = 10.0
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Waits, one pass of the loop at a time, until the condition holds."""
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+from support.waiting import until
 
 
 @pytest.fixture(autouse=True)

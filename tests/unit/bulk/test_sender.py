@@ -37,6 +37,7 @@ from support.captioner import (
     with_status,
     with_wait,
 )
+from support.waiting import wait_for
 
 ROWS = 4
 QUICK = {"backoff_s": 0.005, "longest_backoff_s": 0.02, "connect_timeout_s": 5.0, "fingerprint": "0123456789abcdef"}
@@ -130,13 +131,6 @@ def start() -> Iterator[Start]:
 @pytest.fixture
 def job(start: Start, server: FakeCaptioner) -> Job:
     return start(server)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < until, "it never came to that"
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize(

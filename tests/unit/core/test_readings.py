@@ -4,13 +4,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
 
 from penstock.core.readings import GpuPower, Gpus, cpu_s, private_bytes, resident_bytes
+from support.waiting import wait_for
 
 
 def test_a_process_has_memory_and_cpu_time_until_it_ends() -> None:
@@ -93,7 +93,4 @@ def test_a_driver_that_hangs_is_waited_for_once_and_not_for_long(
     assert gpus.read() == gpus.read() == []
     assert caplog.text.count("gpus=silent") == 1
     answers.set()
-    deadline = time.monotonic() + 10
-    while not (found := gpus.read()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert [labels for labels, *_ in found] == [("0", "Card 9000")]
+    assert [labels for labels, *_ in wait_for(gpus.read)] == [("0", "Card 9000")]

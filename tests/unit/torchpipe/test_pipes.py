@@ -4,7 +4,6 @@ import gc
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from penstock.errors import ConfigError, DecodeError, ItemFailed
 from penstock.torchpipe import Dict, Event, Interpreter, Status, parse_toml, pipe, register_backend, register_filter
 from penstock.torchpipe.pipes import graph_of
+from support.waiting import wait_for
 
 
 def test_a_dict_is_filled_in_place_and_keeps_what_was_given(double: pipe) -> None:
@@ -256,10 +256,7 @@ def test_a_pipe_without_references_stops_its_threads(double: pipe) -> None:
     assert its_own
     del dropped
     gc.collect()
-    end = time.monotonic() + 20
-    while its_own & set(threading.enumerate()) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not its_own & set(threading.enumerate())
+    wait_for(lambda: not its_own & set(threading.enumerate()))
 
 
 def test_accepted_items_are_answered_after_the_pipe_is_dropped() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from penstock.config.schema import AutoscaleConfig, BatchingConfig, ModelConfig
 from penstock.core.engine import autoscaling
 from penstock.core.engine.engine import Engine
+from support.waiting import until
 
 SEVEN = 7 * 3600.0
 
@@ -28,13 +28,6 @@ def config(**autoscale: Any) -> ModelConfig:
         batching=BatchingConfig(max_batch_size=1),
         autoscale=AutoscaleConfig(max=4, idle_s=0.2, **autoscale),
     )
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.01)
 
 
 async def test_instances_start_for_the_time_that_the_schedule_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -13,6 +12,7 @@ import pytest
 from penstock.core.engine.packages import MARK, install_requirements
 from penstock.errors import LoadFailed
 from support.archives import write_wheel
+from support.waiting import wait_for
 
 
 @pytest.fixture
@@ -71,7 +71,4 @@ def test_a_timeout_kills_pip_and_its_children(model: Path, tmp_path: Path, monke
     assert "timed out" in e.value.detail
     with contextlib.suppress(psutil.NoSuchProcess):
         child = psutil.Process(int((model / "child").read_text()))
-        end = time.monotonic() + 10  # killed, but perhaps not yet gone
-        while child.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < end, "it lives"
-            time.sleep(0.01)
+        wait_for(lambda: child.status() == psutil.STATUS_ZOMBIE, 10)  # killed, but perhaps not yet gone

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +18,7 @@ from penstock.core.engine.engine import Engine
 from penstock.core.wire.slabs import Slab
 from penstock.errors import ConfigError, DeadlineExceeded, LoadFailed, ModelNotReady, PenstockError
 from penstock.types import Item, ItemResult
+from support.waiting import until
 
 
 class Gated:
@@ -51,13 +51,6 @@ def config(memory_bytes: int = 60, **residency: Any) -> ModelConfig:
         batching=BatchingConfig(max_batch_size=1),
         residency=ResidencyConfig(memory_bytes=memory_bytes, **residency),
     )
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.01)
 
 
 def place(engine: Engine, name: str) -> str:

@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from penstock.streamer.shared.protocol import (
     socket_path,
 )
 from penstock.types import Item, ItemResult
+from support.waiting import until
 
 
 def echo(batch: list[Any]) -> list[Any]:
@@ -291,7 +292,7 @@ async def test_a_client_that_takes_no_answer_is_disconnected_and_no_more_is_read
             pass
         assert sent < 64 * 2**20
         assert await call(client, 2) == 2, "another client is served meanwhile"
-        await call_until(lambda: len(running.batcher.sessions) == 1)
+        await until(lambda: len(running.batcher.sessions) == 1)
     assert await call(client, 3) == 3
     await client.close(1)
 
@@ -317,18 +318,10 @@ async def test_the_items_in_flight_of_one_client_are_bounded(running: Running) -
     results: list[ItemResult] = []
     for value in (0.2, 1, 2):
         client.submit("", None, Item([value, 0], rows=2, many=True), results.append)
-    await call_until(lambda: len(results) == 3)
+    await until(lambda: len(results) == 3)
     assert sorted(type(result.error).__name__ for result in results) == ["NoneType", "QueueFull", "QueueFull"]
     assert await call(client, 5) == 5, "their places are free again"
     await client.close(1)
-
-
-async def call_until(true: Callable[[], Any]) -> None:
-    """Returns when `true()`; fails after a while."""
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
-        await asyncio.sleep(0.01)
 
 
 async def test_an_abandoned_call_is_confirmed_and_its_memory_is_free(
@@ -350,7 +343,7 @@ async def test_an_abandoned_call_is_confirmed_and_its_memory_is_free(
         assert isinstance(ticket, SharedCall)
         ticket.cancel()
         ticket.cancel()
-    await call_until(lambda: not client.statistics("")["unanswered"])
+    await until(lambda: not client.statistics("")["unanswered"])
     assert len(answers) == 1, "an abandoned call is not answered"
     assert pools[0].in_use_bytes == 0
     assert client.statistics("") == {"unanswered": 0, "unanswered_bytes": 0}
@@ -376,7 +369,7 @@ async def test_an_accepted_call_is_answered_when_the_batcher_ends_and_a_later_on
 
     monkeypatch.setattr(backend, "submit", submit)
     early = asyncio.create_task(call(client, 0.2))
-    await call_until(lambda: taken)
+    await until(lambda: taken)
     closing = asyncio.create_task(running.batcher.close())
     await asyncio.sleep(0)
     late = asyncio.create_task(call(client, "late"))
