@@ -25,6 +25,8 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
+from support.urls import fetch
+
 # The duration of an example depends on the load of the machine.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # CI needs repeatable results; random search is for developers.
@@ -186,14 +188,7 @@ class RunningServer:
         named = {k.replace("_", "-"): v for k, v in headers.items()}
         return self.fetch(urllib.request.Request(self.urls[listener] + path, headers=named))
 
-    @staticmethod
-    def fetch(request: urllib.request.Request) -> tuple[int, bytes]:
-        try:
-            with urllib.request.urlopen(request, timeout=30) as response:
-                return response.status, response.read()
-        except urllib.error.HTTPError as e:
-            with e:
-                return e.code, e.read()
+    fetch = staticmethod(fetch)
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of the samples of one name whose labels include `labels`."""

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from penstock.torchserve.cli import pid_file
+from support.urls import fetch
 
 START_S = 60.0
 
@@ -84,12 +85,8 @@ class RunningExample:
 
     @staticmethod
     def _fetch(request: urllib.request.Request) -> tuple[int, Any]:
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return response.status, json.load(response)
-        except urllib.error.HTTPError as e:
-            with e:
-                return e.code, json.load(e)
+        status, body = fetch(request)
+        return status, json.loads(body)
 
     def said(self) -> str:
         """What it wrote so far, to stdout and stderr."""
@@ -248,12 +245,7 @@ class TorchServeFolder:
     ) -> tuple[int, bytes]:
         found = {k.replace("_", "-"): v for k, v in headers.items()}
         request = urllib.request.Request(url, body, found, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return response.status, response.read()
-        except urllib.error.HTTPError as e:
-            with e:
-                return e.code, e.read()
+        return fetch(request)
 
     def said(self) -> str:
         """The output of servers and commands so far."""

@@ -22,6 +22,7 @@ import pytest
 import penstock
 from penstock.errors import ConfigError
 from penstock.ray import deployment
+from support.urls import fetch
 
 pytestmark = [
     pytest.mark.slow,
@@ -64,13 +65,7 @@ def free_port() -> int:
 
 
 def post(url: str, body: bytes, content_type: str = "application/json", **headers: str) -> tuple[int, bytes]:
-    request = urllib.request.Request(url, body, {"content-type": content_type, **headers})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, response.read()
-    except urllib.error.HTTPError as e:
-        with e:
-            return e.code, e.read()
+    return fetch(urllib.request.Request(url, body, {"content-type": content_type, **headers}))
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from penstock.errors import BrokerUnavailable, ConfigError, PenstockError
 from penstock.streamer.redis.connection import RedisConnection, parse_address
 from support.collector import Collector
 from support.redis_nodes import wait_for
+from support.urls import fetch
 
 APP = """
     from penstock import ManagedModel, model
@@ -248,13 +249,9 @@ async def ask_in_vain(url: str) -> None:
     await connection.close()
 
 
-def fetch(url: str, token: str = "") -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers={"authorization": f"Bearer {token}"})) as page:
-            return page.status, page.read().decode()
-    except urllib.error.HTTPError as e:
-        with e:
-            return e.code, ""
+def page_of(url: str, token: str = "") -> tuple[int, str]:
+    status, body = fetch(urllib.request.Request(url, headers={"authorization": f"Bearer {token}"}))
+    return status, body.decode() if status == 200 else ""
 
 
 def test_a_worker_serves_its_metrics_and_health(work: Any, redis_server: Any, tmp_path: Path) -> None:
@@ -265,8 +262,8 @@ def test_a_worker_serves_its_metrics_and_health(work: Any, redis_server: Any, tm
     url = process.metrics.replace("0.0.0.0", "127.0.0.1")
     with RedisStreamer(redis_server.address, "up") as streamer:
         assert streamer.predict(["a", "b"]) == ["A", "B"]
-    assert fetch(url)[0] == 401
-    status, page = fetch(url, "s3cret")
+    assert page_of(url)[0] == 401
+    status, page = page_of(url, "s3cret")
     assert status == 200
     for line in (
         'penstock_answers_total{model="upper",version="1",outcome="ok"} 2',
@@ -276,8 +273,8 @@ def test_a_worker_serves_its_metrics_and_health(work: Any, redis_server: Any, tm
     ):
         assert line in page
     for path in ("/healthz", "/readyz"):
-        assert fetch(url.replace("/metrics", path))[0] == 200
-    assert fetch(url.replace("/metrics", "/v2/models"))[0] == 404
+        assert page_of(url.replace("/metrics", path))[0] == 200
+    assert page_of(url.replace("/metrics", "/v2/models"))[0] == 404
 
 
 def test_the_queue_command_shows_what_waits_while_no_worker_runs(redis_server: Any) -> None:
@@ -293,10 +290,10 @@ def test_the_queue_command_shows_what_waits_while_no_worker_runs(redis_server: A
     try:
         assert process.stdout is not None
         url = process.stdout.readline().split()[-1]
-        assert 'penstock_redis_queue_waiting_requests{prefix="up"} 1.0' in fetch(url)[1]
-        assert fetch(url.replace("/metrics", "/healthz"))[0] == 200
+        assert 'penstock_redis_queue_waiting_requests{prefix="up"} 1.0' in page_of(url)[1]
+        assert page_of(url.replace("/metrics", "/healthz"))[0] == 200
         redis_server.kill()
-        assert 'penstock_redis_up{prefix="up"} 0.0' in fetch(url)[1]
+        assert 'penstock_redis_up{prefix="up"} 0.0' in page_of(url)[1]
     finally:
         process.terminate()
         process.communicate(timeout=20)
@@ -384,19 +381,12 @@ def test_sigterm_ends_a_script_that_serves_one_model_after_another(tmp_path: Pat
 def test_the_readiness_of_a_worker_follows_its_broker(work: Any, run_redis: Any) -> None:
     broker = run_redis()
     worker = work("sizes", broker.address, "--metrics-port", "0", "--log-format", "json")
-
-    def status() -> int:
-        try:
-            with urllib.request.urlopen(worker.metrics.replace("/metrics", "/readyz"), timeout=10) as response:
-                return int(response.status)
-        except urllib.error.HTTPError as error:
-            return error.code
-
-    wait_for(lambda: status() == 200, "the worker is ready")
+    ready = worker.metrics.replace("/metrics", "/readyz")
+    wait_for(lambda: fetch(ready)[0] == 200, "the worker is ready")
     broker.kill()
-    wait_for(lambda: status() == 503, "the broker is away")
+    wait_for(lambda: fetch(ready)[0] == 503, "the broker is away")
     broker.start()
-    wait_for(lambda: status() == 200, "the broker is back")
+    wait_for(lambda: fetch(ready)[0] == 200, "the broker is back")
 
 
 def test_a_request_is_traced_through_the_broker_and_the_worker_s_log_has_keys(

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from support.triton_servers import MODELS, Addresses
+from support.urls import fetch
 
 PEERS = Path(os.environ.get("PEERS_VENV", Path(__file__).parents[2] / ".venv-peers")).absolute() / "bin"
 OURS = Path(sys.executable).parent
@@ -122,15 +123,6 @@ class PeerServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-
-def fetch(request: urllib.request.Request) -> tuple[int, bytes]:
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, response.read()
-    except urllib.error.HTTPError as e:
-        with e:
-            return e.code, e.read()
 
 
 def _free_ports(count: int) -> list[int]:
