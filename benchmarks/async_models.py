@@ -5,8 +5,6 @@ batches of up to 64, one after the other. The ceiling is 200 clients / 50 ms. Th
 of which they have read the first part; memory is the proportional set size of server and worker.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import random

@@ -8,8 +8,6 @@ one instance each at least. The second table has starts of 3 s, with a spare ins
 steps. Three traces, shorter and with 0.4 of the load, run on worker processes too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import statistics

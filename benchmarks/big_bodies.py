@@ -6,8 +6,6 @@ Afterwards Penstock runs with 64 connections, and the memory of its server proce
 and the part that it shares with its workers.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from pathlib import Path

@@ -13,8 +13,6 @@ uses BLIP-2 in full size with random weights on a GPU instead, for three minutes
 model, and `--rehearse` simulates it at the rates of an H200).
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -4,8 +4,6 @@ Each clip pans over a picture with the statistics of a photograph: a spectrum th
 colours, and objects with hard edges. x264 at crf 23 produces about the bit rates of real footage.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ Everything ends within three minutes, with the rows that were measured until the
 rehearsal replaces the network by one that sleeps, at the rates that BLIP-2 alone reached on one H200.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

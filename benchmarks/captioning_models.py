@@ -1,7 +1,5 @@
 """Captioners without a model, to measure the transport of pixels: each caption is the number of its frame."""
 
-from __future__ import annotations
-
 import time
 from typing import Any, ClassVar
 

@@ -5,8 +5,6 @@ is measured with one frame and subtracted from the longer run, because a job of 
 Frames/s count from the time at which the client opens the video.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -6,8 +6,6 @@ encode it for each request, the others send a body made beforehand. One thread s
 then 16 tasks of one event loop do.
 """
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Closed loops: one run of `wrk`, of `h2load`, or of a repeated call."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

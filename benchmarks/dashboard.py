@@ -3,8 +3,6 @@
 CPU time of this process per second of the dashboard, without sending: a percent of a core is 10,000 us.
 """
 
-from __future__ import annotations
-
 import time
 
 import harness

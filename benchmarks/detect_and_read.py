@@ -5,8 +5,6 @@ service, Flask with one lock on the models. `bare loop` is not a server: it read
 the machine could do. All clients run on the same cores.
 """
 
-from __future__ import annotations
-
 import functools
 import http.client
 import json

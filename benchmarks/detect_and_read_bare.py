@@ -4,8 +4,6 @@ It reads ten pages at a time: a thread per core decodes, detects and crops, then
 the same width share the calls of the recogniser. This is what `detect_and_read.toml` does, without requests.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

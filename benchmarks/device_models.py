@@ -1,7 +1,5 @@
 """A model on a simulated device, which copies and computes for known times."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@ the model is in a thread or a process. On a server, 256 connections ask for one 
 one row.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import queue

@@ -7,8 +7,6 @@ answers after it is compared with the predicted one. Most models sleep in place 
 depend on the cores of the machine; models of causes about cores compute.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

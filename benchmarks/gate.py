@@ -6,8 +6,6 @@ with every repeat, so drift affects all of them. The runs of each trial are comp
 does it. A round has four trials; a repeat of a load lasts a second.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from typing import Any

@@ -7,8 +7,6 @@ answered after 5 ms each, by a server that is paused (SIGSTOP) for 2 s. The 95th
 latencies are then at most 1.005, 1.805 and 1.985 s for any generator.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

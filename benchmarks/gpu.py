@@ -10,8 +10,6 @@ It takes about 5 minutes on one GPU and needs no network; what is not installed 
 LoadGen, `--only resnet,http` selects networks, and `--dry` is a trial of small networks on the CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

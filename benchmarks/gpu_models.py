@@ -1,7 +1,5 @@
 """The networks of `gpu.py`: ResNet-50 and BERT-base with random weights, or small ones for a trial without a GPU."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

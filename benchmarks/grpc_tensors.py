@@ -5,8 +5,6 @@ one connection `h2load` for gRPC, over 16 `wrk` for HTTP. Then tritonclient does
 client over one channel, its HTTP client over 16 connections.
 """
 
-from __future__ import annotations
-
 import functools
 import tempfile
 import threading

@@ -1,7 +1,5 @@
 """Everything a benchmark needs, in one name: servers, interleaved rounds, request loops, tables and results."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import urlsplit

@@ -6,8 +6,6 @@ several configurations: no batching, and batches of up to 16 and 64 with a delay
 one for each number of connections.
 """
 
-from __future__ import annotations
-
 import functools
 
 import harness

@@ -6,8 +6,6 @@ a new engine. service_streamer is the peer of the synchronous interface, with th
 up to 16, 32 or 64 within 1 ms).
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

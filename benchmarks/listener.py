@@ -4,8 +4,6 @@ Both answer a small JSON body to 64 connections of `wrk` in one process without 
 features on and a backend that answers in the next pass of the loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

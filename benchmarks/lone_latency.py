@@ -5,8 +5,6 @@ so they wait for no batch; Penstock keeps its defaults. "in process" calls the s
 minute.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import harness

@@ -3,8 +3,6 @@
 CPU time of this process per call.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The models of the benchmarks, the same code for every server. Imports only libraries that every peer has."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from typing import Any

@@ -5,8 +5,6 @@ in flight. And the hand-over: a node in one process or one thread makes an array
 time, and the next node takes it, as a thread or as another process. The difference is what the array costs.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

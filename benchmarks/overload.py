@@ -7,8 +7,6 @@ to 48 items, which take 126 ms; otherwise the default limit applies. "lost" requ
 answer that is neither a result nor 429, 503, 504 or 408. Memory is the peak of a run, over all processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import threading

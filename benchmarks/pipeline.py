@@ -10,8 +10,6 @@ the model on prepared tensors, in as many threads as there are cores. It shows w
 at 224), resnet50. `--gpu` puts the model on a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

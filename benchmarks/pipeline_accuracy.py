@@ -1,7 +1,5 @@
 """The effect of a scaled decode on the client's images and on a network's answers, using the pipeline's ops."""
 
-from __future__ import annotations
-
 import tomllib
 
 import numpy as np

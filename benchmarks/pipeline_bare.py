@@ -4,8 +4,6 @@ Each thread decodes and resizes as many images as the batch has rows, and discar
 prepared batch. The session thus gets the cores that decoding leaves over, and nothing is handed over.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -6,8 +6,6 @@ detect - each of 3 boxes - recognise, which sleep as long as such nodes compute 
 for up to 32): one client alone, beside a client whose items have 20,000 boxes, and one that needs no recogniser.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ of 100 kB, produced by the first of three nodes as fast as it may, before a last
 above the start.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import functools

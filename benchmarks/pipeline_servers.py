@@ -1,7 +1,5 @@
 """The servers of `pipeline.py`: the example's two servers, and loops without a server."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -11,8 +11,6 @@ work on the machine: it does not count, and is repeated up to twice.
 on 1,000 instances take, from nearly idle to nearly full.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import statistics

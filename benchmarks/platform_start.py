@@ -6,8 +6,6 @@ second, on one connection and then on a new one each; the cost is that of all pr
 of the processor are cold at each ping: "bare uvloop" is a server in one process that only returns a constant.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import tempfile

@@ -4,8 +4,6 @@
 each batch of up to 64 rows. 64 tasks ask an `Engine` for one row each; the model is in a process.
 """
 
-from __future__ import annotations
-
 import functools
 
 import harness

@@ -7,8 +7,6 @@ batch; percentiles cover all rounds. "bulk" is the throughput of the job relativ
 same without the single requests.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import dataclasses

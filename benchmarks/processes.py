@@ -1,7 +1,5 @@
 """Process groups: started in their own folder, paused between their turns, and ended with all their children."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -8,8 +8,6 @@ workers are processes of the program. In the last row a node and its worker are 
 new node joins.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ not answered at all, that failed, or that got another number. In the last two ro
 middle of the run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The command line of a benchmark, its tables, and its results with machine, versions and spread."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

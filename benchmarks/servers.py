@@ -5,8 +5,6 @@ A peer has its own virtual environment under `.venvs/`, created at first use, an
 idle server costs nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

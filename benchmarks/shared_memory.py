@@ -4,8 +4,6 @@ A request is an FP32 tensor of 600 KB, the answer its sum. `wrk` sends it over 1
 body, or as the name of a registered region of shared memory.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import urllib.request

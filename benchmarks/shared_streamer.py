@@ -5,8 +5,6 @@ model holds 100 MiB and takes 5 ms + 0.2 ms n on a device that runs one batch at
 sum over all processes, with shared pages counted once (PSS). Then lone calls of a program without a web server.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

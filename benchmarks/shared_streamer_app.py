@@ -3,8 +3,6 @@
 BENCH_KIND is "own" for a streamer of each process, "shared" for one batcher for all.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import json

@@ -7,8 +7,6 @@ runs. At 16 connections mosec also runs with batches of at most 16, the setting 
 clients.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import threading

@@ -7,8 +7,6 @@ the extra time of a lone request. The server is measured with the generator of `
 the rounds. "requests simulated per second" covers the open loops, on one core.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

@@ -5,8 +5,6 @@ shares no code with ours, for the same arrivals and service times: title -> poli
 value per seed, from seed 1 on. t(n) = a + b*n ms: acc a=5, b=0.2; cpu a=0.5, b=4. A batch has at most 64 rows.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

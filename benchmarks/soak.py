@@ -14,8 +14,6 @@ which leaks, does not count. Exits with 1 if "good" gave a wrong answer or none,
 descriptors grew, or memory: in "bad" after the first fifth by 5 %, in the others within the last third by 1 %.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -9,8 +9,6 @@ makes a million calls and measures memory instead, and `--gpu` uses the architec
 (`--gpu --dry`: a small BERT without a GPU).
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 from typing import Any

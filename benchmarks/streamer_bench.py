@@ -1,7 +1,5 @@
 """The contenders of a table of `streamer.py`, their turns, and the rows of their samples."""
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures as futures_of
 import contextlib

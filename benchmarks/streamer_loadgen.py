@@ -3,8 +3,6 @@
 LoadGen may come from a virtual environment of its own, of whose packages `site` is the folder.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import tempfile

@@ -4,8 +4,6 @@ service_streamer waits forever after the death of a worker: a program that takes
 again.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

@@ -3,8 +3,6 @@
 Every function returns a run for `TensorServer.measure`, except `check_http` and `check_grpc`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import dataclasses

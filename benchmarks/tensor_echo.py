@@ -1,7 +1,5 @@
 """A Python model with declared tensors: it receives and returns the array of a whole batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

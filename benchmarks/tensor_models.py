@@ -1,7 +1,5 @@
 """The models of `tensors.py` as both servers load them, and requests to them with their answers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Processor time per row of a server's worker, less that of the model: row 7 of `tensors.py`."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections import Counter

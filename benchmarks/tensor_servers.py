@@ -1,7 +1,5 @@
 """The servers of `tensors.py`: Penstock and Triton with the same models, batches of at most 64, and one thread."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -9,8 +9,6 @@ Tables: 1 ONNX over binary HTTP; 2 a Python model with declared tensors; 3 ONNX 
 image of 602 KB; 6 JSON, against mosec; 7 processor time; 8 the device, with one instance and with two.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

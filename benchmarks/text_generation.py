@@ -6,8 +6,6 @@ steps all rows until the longest answer ends. `loop` is not a server: it runs th
 replaces an answer that ends at once. Answers have 8 to 128 parts, as many of 8 to 32 as of 32 to 128.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import http.client

@@ -1,7 +1,5 @@
 """Encoders for texts of different lengths: one that costs a CPU what its tokens cost, and one that launches kernels."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -7,8 +7,6 @@ process, without a server. "launches" takes the time of a GPU, "encoder" compute
 shares the cores with the load generator and the server process.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

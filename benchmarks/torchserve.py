@@ -11,8 +11,6 @@ right prediction. Memory covers all processes with one worker, after a second of
 `--only start,noop,digits,accelerator` selects tables; `--gpu` uses ResNet-50 on a GPU instead.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import shutil

@@ -5,8 +5,6 @@ are active. The step takes no time, or 4 ms + 0.1 ms x active. "torchserve" logs
 unlogged" logs only errors.
 """
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """`torchserve --start` of either project, with the same archive, config.properties and flags."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.util

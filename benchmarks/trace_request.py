@@ -6,8 +6,6 @@ The request is plain JSON over HTTP, the default, or a tensor over gRPC. Prints 
 their first call, and every call. With `process`, the default, the counts cover the server process only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import tempfile

@@ -4,8 +4,6 @@ The collector, a process of its own, reads the spans and answers; it does not lo
 bound of 50 requests a second; "10 %, unbounded" shows what that saves. CPU counts the server's process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -7,8 +7,6 @@ ratio is 1. `--runs 20 --budget 5m` is the whole question and takes two to three
 trial.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -7,8 +7,6 @@ settings without a batch curve, then proves the best as usual. The true rate of 
 requests), to 1 %. The true optimum is the best of the exhaustive search's top six and the other searches' choices.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import sys

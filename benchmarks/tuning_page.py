@@ -4,8 +4,6 @@ Runs curve.py and each `penstock bench` of the page that starts its own server, 
 --write they replace the tables between the page's markers. Takes three minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 CPU time of this process per call. JSON has one frame.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

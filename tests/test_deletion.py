@@ -3,8 +3,6 @@
 By default every remaining module is imported. `DELETION=full` also runs the remaining unit tests: about 30 minutes.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The bounds of dependencies exclude known vulnerabilities, and constraints.txt pins a version within each."""
 
-from __future__ import annotations
-
 import tomllib
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path

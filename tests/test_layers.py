@@ -1,7 +1,5 @@
 """The architecture's rules: layers, purity, pickle, safe readers, and what an import loads. One test per rule."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

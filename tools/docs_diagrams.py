@@ -4,8 +4,6 @@ The time lines come from the simulator, and the bars from the table of docs/perf
 its own for text and lines: it follows the light or dark scheme of the reader's system.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from html import escape

@@ -6,8 +6,6 @@
 - Writes `llms.txt`, and the Markdown of each page next to its HTML.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import posixpath

@@ -3,8 +3,6 @@
 kustomize makes the ConfigMap of the models itself, under a name that changes with the files, so that pods restart.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 `make docs` runs `python tools/reference_pages.py`. Tests compare the pages with the code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

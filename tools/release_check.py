@@ -4,8 +4,6 @@ Builds the source distribution and the wheel, and checks their metadata. Install
 wheel with and without extras. Runs the installed package outside the checkout: demo, model, pipeline, HTTP, gRPC.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Models that hang, crash, eat memory or stop loading, in a running server: they fail alone."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

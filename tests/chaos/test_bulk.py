@@ -1,7 +1,5 @@
 """A bulk job under kills, interrupts, refusals and disconnects: no caption is lost, repeated, moved or mixed."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Models loaded, swapped, scaled, shared out and unloaded at random under load: no error, no mixed or wrong answer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Clients that leave, do not read, do not speak, or come all at once: bounded memory, and the others are served."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client

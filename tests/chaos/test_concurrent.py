@@ -1,7 +1,5 @@
 """Workers that have many requests in flight at once, and die under them."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable

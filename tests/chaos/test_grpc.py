@@ -1,7 +1,5 @@
 """gRPC clients that cancel, flood, leave, or have their workers killed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip

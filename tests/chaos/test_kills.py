@@ -1,7 +1,5 @@
 """Signals under load: workers killed, the server killed or asked to end. Nobody is forgotten, nothing is left."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

@@ -1,7 +1,5 @@
 """Pipelines in worker processes: killed, poisoned, hung, flooded. Every item is answered, and memory is constant."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

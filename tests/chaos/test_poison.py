@@ -1,7 +1,5 @@
 """Requests that kill every worker that runs them, among requests that do not."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace

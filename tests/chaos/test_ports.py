@@ -1,7 +1,5 @@
 """Attacks on every port under `[limits]`: bounded memory, refusals in time, and inference goes on beside them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Helper processes that die under load: nobody is forgotten, the worker stays, and nothing is left."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable

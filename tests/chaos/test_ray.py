@@ -1,7 +1,5 @@
 """Nodes of a Ray cluster that come and go under load: every caller is answered exactly once."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace

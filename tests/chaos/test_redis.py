@@ -1,7 +1,5 @@
 """Failures of a Redis broker and its workers: no call hangs, no error is silent, no answer is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time

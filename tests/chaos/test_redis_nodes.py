@@ -1,7 +1,5 @@
 """Brokers of several nodes: Sentinels and clusters, whose nodes fail and move under load."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections import Counter

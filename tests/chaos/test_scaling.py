@@ -1,7 +1,5 @@
 """Workers killed while their number changes: models that come and leave under load, and autoscaled ones."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

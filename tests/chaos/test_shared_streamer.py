@@ -1,7 +1,5 @@
 """A shared batcher in trouble: killed, stopped or frozen under load, with clients that die or do not read."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

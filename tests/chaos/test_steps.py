@@ -1,7 +1,5 @@
 """Concurrent streams under chaos: workers that die, clients that leave in the middle, and clients that do not read."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Streamer failures: workers killed, threads abandoned and forks under load, a program that ends, a million calls."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """Workers that die, hang and crash, seen from their transport: every caller is told, and nothing is left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,7 +1,5 @@
 """Clients and proxies that others wrote send requests to a real server: what each makes of the standard is an input."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -3,8 +3,6 @@
 `REHEARSE=full` also builds the image's virtual environment from package indexes: a minute.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

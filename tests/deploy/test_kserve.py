@@ -1,7 +1,5 @@
 """KServe's runtime for PyTorch models: the objects, and the container on a tree that was made for TorchServe."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Helm chart and the kustomize base: the objects that they render to, and their containers."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

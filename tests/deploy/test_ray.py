@@ -1,7 +1,5 @@
 """The RayService: its objects, its image, and its applications on a Ray cluster of this machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

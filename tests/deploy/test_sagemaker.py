@@ -1,7 +1,5 @@
 """SageMaker's contract, on the container of deploy/sagemaker."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Vertex AI's contract, on the container of deploy/vertex, natively and as a TorchServe server with model.mar."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The drawings example: its parts, its network, its two servers, and the commands of its README."""
 
-from __future__ import annotations
-
 import base64
 import importlib
 import json

@@ -1,7 +1,5 @@
 """`[models.NAME.autoscale]` on a real server: workers come with the load, leave after it, and none may be left."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Wrong input that reaches a real worker: refused precisely, and batch mates are answered."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Servers started for a measurement and servers found, as real processes, until their end."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`penstock benchmark-suite` on real servers: the guide's YAML runs with only the name of its archive filled in."""
 
-from __future__ import annotations
-
 import csv
 import os
 import signal

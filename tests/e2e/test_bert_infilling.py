@@ -1,7 +1,5 @@
 """The BERT example runs by the commands of its README, and its servers answer what they should."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

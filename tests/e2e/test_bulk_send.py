@@ -1,7 +1,5 @@
 """The bulk sender against the real server: pixels arrive, captions return, rejections are handled."""
 
-from __future__ import annotations
-
 import threading
 import uuid
 import zlib

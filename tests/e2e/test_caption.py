@@ -1,7 +1,5 @@
 """`penstock caption` from files to files, against a real server whose captioner reads the numbers in frames."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """The commands of the captioning example's README, on one machine and on two (network namespaces)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The example's captioner behind `penstock serve app.py`: two workers, frames of several sizes, images."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

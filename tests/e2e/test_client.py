@@ -1,7 +1,5 @@
 """The public clients against `penstock serve` over HTTP and gRPC, against TorchServe's API, and across Unix sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import signal

@@ -1,7 +1,5 @@
 """Models whose batches run side by side in one worker, under a real server: nobody waits for a longer answer."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

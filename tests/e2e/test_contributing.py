@@ -1,7 +1,5 @@
 """Every recipe of CONTRIBUTING.md works as written, on a copy of the sources."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Python models with declared tensors behind a real server: every entrance, the metadata, and the errors in a batch."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The demo runs from a wheel in a virtual environment that has only the base dependencies."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

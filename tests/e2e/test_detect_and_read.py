@@ -1,7 +1,5 @@
 """examples/detect_and_read reads its pages under `penstock serve`: none, one and 300 words, as JSON and as a PNG."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

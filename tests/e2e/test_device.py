@@ -1,7 +1,5 @@
 """A server whose model runs on a device in three phases: answers under load, bad rows, and the loss of the device."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The examples on the pages run as written."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

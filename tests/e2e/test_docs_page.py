@@ -1,7 +1,5 @@
 """The page /docs in a real browser: with Swagger UI, and without."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """`penstock doctor` beside real servers."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import signal

@@ -1,7 +1,5 @@
 """`penstock doctor` beside servers with one fault each, which `benchmarks/doctor.py` injects."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """examples/embeddings: hashed letters, and an encoder of transformers."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Triton's generate extension on a real server, with clients of plain HTTP."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The benchmarks for people with a GPU, on a machine without one."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`inference.GRPCInferenceService` of `penstock serve`, used by tritonclient as it is."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -1,7 +1,5 @@
 """Triton's extensions over gRPC give what they give over HTTP, with tritonclient's clients as they are."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

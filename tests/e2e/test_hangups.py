@@ -1,7 +1,5 @@
 """Clients that leave at every stage of a request: nothing is left of them, and the others are answered."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

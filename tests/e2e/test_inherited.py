@@ -1,7 +1,5 @@
 """What a process inherits, on every command: closed, full and broken standard files, arguments, paths and limits."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

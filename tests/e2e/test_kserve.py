@@ -1,7 +1,5 @@
 """KServe's V1 protocol on a real server."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A server whose batches have the sizes of a ladder: what `predict` receives before READY and under load."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The log of a real server: prints and log records of workers, request ids, failures, formats and levels."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Models are loaded, swapped, scaled, shared out and unloaded while requests come without a pause."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The metrics and the records of a real server, against a load that is known to the last request."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

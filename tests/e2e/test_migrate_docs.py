@@ -1,7 +1,5 @@
 """The models and commands of docs/migrate.md run as written."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The digits example is run by the commands of its README; only the ports are others."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

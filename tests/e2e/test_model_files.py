@@ -1,7 +1,5 @@
 """Files of models served as they are."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from collections.abc import Callable

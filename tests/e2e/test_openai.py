@@ -1,7 +1,5 @@
 """The unmodified client of OpenAI's API on a real server: text, chats, streams, embeddings, models and errors."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """The OpenAPI document of a real server: valid, and true of what the server takes and answers."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from collections.abc import Callable

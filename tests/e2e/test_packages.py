@@ -1,7 +1,5 @@
 """Models with packages, or an interpreter, of their own."""
 
-from __future__ import annotations
-
 import json
 import sys
 import venv

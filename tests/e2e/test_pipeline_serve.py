@@ -1,7 +1,5 @@
 """`penstock serve resnet50.toml`: pipelines behind the same routes as any model."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """Pipelines with declared tensors behind a real server: the example of the page by Triton's clients, and refusals."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing

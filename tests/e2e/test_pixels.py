@@ -1,7 +1,5 @@
 """Images as bytes behind a real server: pixels over HTTP and gRPC, normalised by the worker, against NumPy."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The page on planning from top to bottom: a model is served, its load recorded, and both are planned for."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

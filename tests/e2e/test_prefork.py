@@ -1,7 +1,5 @@
 """A streamer that a web app makes when it is imported, under servers that fork before or after that."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

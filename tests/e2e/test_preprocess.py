@@ -1,7 +1,5 @@
 """A server whose model has helper processes: its configuration, description, metrics and log."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

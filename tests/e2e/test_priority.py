@@ -1,7 +1,5 @@
 """Urgent requests beside bulk ones, and bulk requests that share batches, against real workers. Orders, no times."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading

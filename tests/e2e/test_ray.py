@@ -1,7 +1,5 @@
 """Workers on a real Ray cluster, behind a real server and behind a streamer."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

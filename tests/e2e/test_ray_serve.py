@@ -1,7 +1,5 @@
 """A model as an application of a real Ray Serve: over HTTP through its proxy, and through handles."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Every block of the README runs in a fresh checkout, in order and as written; only ports and durations differ."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Redis streamers and workers in programs: the command, TLS, Unix sockets, gevent, shutdown."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """`[devices]` and `[models.NAME.residency]` on a real server: models come with their requests and leave for others."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """examples/resnet50_pipeline runs by the commands of its README, with its smallest network, and both servers agree."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

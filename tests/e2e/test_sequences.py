@@ -1,7 +1,5 @@
 """Sequences over HTTP: order, states, refusals, and the death of an instance under load."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """The running server as its operator sees it: guards, start and end, many models, workers that come and go."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import signal

@@ -1,7 +1,5 @@
 """Tensors in shared memory, which tritonclient registers over HTTP and gRPC."""
 
-from __future__ import annotations
-
 import os
 import time
 import uuid

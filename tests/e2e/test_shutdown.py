@@ -1,7 +1,5 @@
 """Shutdown and reload of a real server: SIGTERM under load, the lame duck phase, SIGHUP."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

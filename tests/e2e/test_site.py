@@ -1,7 +1,5 @@
 """`make docs`: the documentation site builds without warnings, is complete, and loads nothing from other hosts."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

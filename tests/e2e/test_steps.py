@@ -1,7 +1,5 @@
 """A step model under a real server: requests join and leave between steps."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client

@@ -1,7 +1,5 @@
 """examples/text_generation answers under `penstock serve` in both modes, and runs a model of transformers."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

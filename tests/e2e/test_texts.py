@@ -1,7 +1,5 @@
 """Texts of different lengths behind a real server share batches, and each gets its own rows back."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 import time

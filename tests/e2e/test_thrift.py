@@ -1,7 +1,5 @@
 """`penstock serve` with a Thrift listener, called by thriftpy2's own client."""
 
-from __future__ import annotations
-
 import io
 import signal
 import threading

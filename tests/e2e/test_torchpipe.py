@@ -1,7 +1,5 @@
 """TorchPipe's published tutorial: its calls, and its TOML with another model path."""
 
-from __future__ import annotations
-
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Runs the guide for TorchPipe's users block by block, in order, with other ports."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re

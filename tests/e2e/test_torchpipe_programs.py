@@ -1,7 +1,5 @@
 """Programs around a pipe: they fork, are patched by gevent, end without closing it, are interrupted."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A TorchServe user's captioning server: its files and commands run unchanged, except for the ports."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import shutil

@@ -1,7 +1,5 @@
 """Runs every command of the TorchServe migration guide in order, on free ports."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re

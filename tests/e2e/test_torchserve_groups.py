@@ -1,7 +1,5 @@
 """Workers that are groups of processes: torchrun and parallelType, with torch.distributed on the CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """TorchServe's gRPC APIs, called on a running server like clients generated from its protos."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Handlers over TorchServe's HTTP API: return values, exceptions, partial results and crashes."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """TorchServe's Python packages outside a server, as compat/torchserve installs them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

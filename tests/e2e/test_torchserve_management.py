@@ -1,7 +1,5 @@
 """TorchServe's management API on a running server, called correctly and incorrectly."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

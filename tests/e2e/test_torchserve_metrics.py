@@ -1,7 +1,5 @@
 """The metrics of `torchserve`: the page, the log files, and their configuration."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """TorchServe's other ways to run a handler: continuous batching, asynchronous handlers and sequences."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

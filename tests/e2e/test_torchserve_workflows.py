@@ -1,7 +1,5 @@
 """TorchServe's workflows on a running server: tokens, large bodies, killed workers, a stop and a restart."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

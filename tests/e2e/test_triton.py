@@ -1,7 +1,5 @@
 """Triton's extensions over HTTP, used by tritonclient's HTTP clients, sync and asyncio, as they are."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import http.client

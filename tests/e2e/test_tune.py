@@ -1,7 +1,5 @@
 """`penstock tune` on a small model, from the first measurement to a server that meets the SLO."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Runs the page on tuning from top to bottom with short durations: it writes its files and runs its commands."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Models whose axis 0 is not rows, behind every protocol: each caller gets the answer to its request alone."""
 
-from __future__ import annotations
-
 import io
 import json
 import warnings

@@ -1,7 +1,5 @@
 """The parts of the video captioning example: scenes, clips, network, weights, and the order check."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

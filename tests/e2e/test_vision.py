@@ -1,7 +1,5 @@
 """The vision example runs by the commands of its README, and its server answers what it should."""
 
-from __future__ import annotations
-
 import http.client
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Tensors on the wire, in all their forms, against a real server with a real worker; and what is no tensor."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

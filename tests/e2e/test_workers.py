@@ -1,7 +1,5 @@
 """Models of every kind in worker processes, through the faces that users have: Engine, Portal and `penstock serve`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

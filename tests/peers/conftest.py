@@ -3,8 +3,6 @@
 Runs only by `make test-peers`, which makes the virtual environments with the packages of the peers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

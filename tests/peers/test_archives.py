@@ -1,7 +1,5 @@
 """TorchServe 0.12.0 serves Penstock's archives, and Penstock serves torch-model-archiver's, unchanged."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

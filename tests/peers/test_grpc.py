@@ -1,7 +1,5 @@
 """The same calls over gRPC to TorchServe 0.12.0 and to Penstock have the same status, text and answer."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The same HTTP requests to TorchServe 0.12.0 and to Penstock have the same status, type, text and effect."""
 
-from __future__ import annotations
-
 import json
 import ssl
 import subprocess

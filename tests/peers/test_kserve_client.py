@@ -3,8 +3,6 @@
 Its packages (450 MB, and other versions than ours) have a virtual environment of their own, made by `make test-peers`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

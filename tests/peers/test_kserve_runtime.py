@@ -1,7 +1,5 @@
 """KServe's own clients, unmodified, on the container of deploy/kserve, in place of TorchServe and its wrapper."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

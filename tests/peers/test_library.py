@@ -1,7 +1,5 @@
 """A unit test of a handler runs with TorchServe's packages and with Penstock's."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

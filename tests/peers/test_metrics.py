@@ -1,7 +1,5 @@
 """The same requests leave the same metrics: lines of the log files, and families of the page."""
 
-from __future__ import annotations
-
 import re
 import time
 import urllib.request

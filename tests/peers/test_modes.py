@@ -1,7 +1,5 @@
 """Continuous batching, asynchronous handlers and sequences: the same requests to TorchServe 0.12.0 and to Penstock."""
 
-from __future__ import annotations
-
 import http.client
 import json
 from concurrent.futures import ThreadPoolExecutor

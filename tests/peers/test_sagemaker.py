@@ -1,7 +1,5 @@
 """SageMaker's own toolkit starts Penstock's `torchserve`, finds its process, serves a script with it, and stops it."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

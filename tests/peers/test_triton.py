@@ -1,7 +1,5 @@
 """Triton and Penstock with the same models answer the same requests alike, except for the differences stated here."""
 
-from __future__ import annotations
-
 import fnmatch
 import secrets
 from collections import Counter

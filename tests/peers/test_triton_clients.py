@@ -1,7 +1,5 @@
 """Triton's own clients with Penstock: tritonclient, sync and asyncio, over HTTP and gRPC, and `perf_analyzer`."""
 
-from __future__ import annotations
-
 import csv
 import json
 import queue

@@ -1,7 +1,5 @@
 """The statistics and the metrics of Triton and of Penstock after the same requests, which both run one by one."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import queue

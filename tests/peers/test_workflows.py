@@ -1,7 +1,5 @@
 """The same workflows and requests on TorchServe 0.12.0 and on Penstock have the same answers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Autoscaling over random loads: bounds are kept, the number does not flap, and every request is answered."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Any expression has the value that Python's own eval gives it."""
 
-from __future__ import annotations
-
 import string
 from contextlib import suppress
 from typing import Any

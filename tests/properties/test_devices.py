@@ -1,7 +1,5 @@
 """Batches on a simulated device, in any order of their phases, in virtual time."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

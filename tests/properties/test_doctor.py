@@ -1,7 +1,5 @@
 """The gains that the doctor predicts, beside the scheduler on a virtual clock."""
 
-from __future__ import annotations
-
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 

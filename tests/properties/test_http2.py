@@ -1,7 +1,5 @@
 """HTTP/2: however its bytes are cut, a client's frames mean the same; whatever they are, only one error comes out."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 from types import SimpleNamespace

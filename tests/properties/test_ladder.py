@@ -1,7 +1,5 @@
 """A ladder pads every batch to the nearest size that holds it, loses and repeats no row, and harms no caller much."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from random import Random

@@ -1,7 +1,5 @@
 """With lengths every invariant of the scheduler holds, padding stays small under load, and no length starves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 

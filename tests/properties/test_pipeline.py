@@ -1,7 +1,5 @@
 """For any graph, batches, failures and cancellations, each item has one outcome, and queues keep their limits."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext

@@ -3,8 +3,6 @@
 The nodes are threads, and in a part of the graphs some of them are processes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable, Iterator

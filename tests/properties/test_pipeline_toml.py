@@ -1,7 +1,5 @@
 """Any graph written as TOML and loaded again is the same graph."""
 
-from __future__ import annotations
-
 import tomllib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An image sent as pixels gives what the same image gives as floats that the client has normalised."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

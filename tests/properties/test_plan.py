@@ -1,7 +1,5 @@
 """More instances are never worse, a looser SLO never costs more, and spare instances hold what they promise."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Models in the memory of devices, over random requests: the budget is kept, and everyone is loaded in the end."""
 
-from __future__ import annotations
-
 import math
 import random
 

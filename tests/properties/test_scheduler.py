@@ -1,7 +1,5 @@
 """Every policy keeps the invariants of `testing/policies.py` in random scripts, and broken policies are detected."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from random import Random
 

@@ -1,7 +1,5 @@
 """What a scheduler holds depends on what waits and runs, not on what has passed."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 A worker's own states take part: whatever a request waits for, it finds what the requests before it left.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given, settings

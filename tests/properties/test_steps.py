@@ -1,7 +1,5 @@
 """Continuous batching: every active state advances once in each step, every item ends once, and none starves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Each op on tensors gives what its sibling on images gives, for arrays and for tensors of PyTorch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ The machine is simulated: its speed drifts, each run has its own luck, and every
 cores. Whether a recommendation is worse is known here, unlike on a real machine.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensors on the wire: whatever goes in comes out, in every form; and whatever else comes is refused, at no cost."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import pickle

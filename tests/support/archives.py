@@ -1,7 +1,5 @@
 """Archives that tests write, and a package for pip."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An ASGI app on uvicorn inside the event loop of a test."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

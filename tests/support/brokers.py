@@ -1,7 +1,5 @@
 """Programs around a Redis broker: `penstock worker` processes, and a crowd of callers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

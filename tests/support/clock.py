@@ -1,7 +1,5 @@
 """VirtualClock: a clock that tests advance."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from heapq import heappop, heappush
 

@@ -1,7 +1,5 @@
 """What a container runs, read from a Dockerfile, a Compose service or a Kubernetes container."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The queries of a folder in `dashboards/`, and whether a page of metrics answers them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A model on a simulated device: doubles rows of two numbers. Some rows make it fail."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from penstock.core.worker.tensor_model import Input, ProgramSettings, TensorModel

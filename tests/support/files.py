@@ -1,7 +1,5 @@
 """Model files: one small network in every file format that can be served."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import warnings

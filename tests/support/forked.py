@@ -4,8 +4,6 @@
 for workers that borrow no memory: they are not children of the process that they work for.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

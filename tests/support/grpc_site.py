@@ -1,7 +1,5 @@
 """A gRPC listener, and a client of it that may break every rule: raw frames over a socket."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import struct

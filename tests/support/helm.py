@@ -3,8 +3,6 @@
 It runs in a process of its own: the runtime of Go starts threads, and a process with threads must not fork.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

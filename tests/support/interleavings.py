@@ -5,8 +5,6 @@ orders with at most `changes` unforced ones: almost all races need one or two. W
 `Queue` of the run. When all threads that are left wait, a wake-up was lost, and `Stuck` is raised.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

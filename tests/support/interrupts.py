@@ -1,7 +1,5 @@
 """A signal handler that raises at a chosen instruction of some modules, as Ctrl-C may."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The objects of deploy/kserve, the containers that KServe makes of them, and a model in TorchServe's layout."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 import zipfile

@@ -1,7 +1,5 @@
 """Checks objects of Kubernetes: its own with its own schemas, others with those in tests/deploy/schemas."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Kept traces of changing load and the best possible answer to them, for tests and benchmarks of autoscaling."""
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect_left

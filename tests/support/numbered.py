@@ -1,7 +1,5 @@
 """An HTTP server whose responses are a function of the request's number."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager

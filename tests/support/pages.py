@@ -1,7 +1,5 @@
 """Runs the fenced blocks of a page: writes its files, and runs its commands with free ports for the default ones."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

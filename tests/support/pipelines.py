@@ -1,7 +1,5 @@
 """Pipelines as under a portal, without one."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Models whose `preprocess` runs in helper processes: what it does depends on the item."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

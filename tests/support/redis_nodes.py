@@ -1,7 +1,5 @@
 """Real Redis servers that are more than one: a master with a replica and three Sentinels, and a cluster."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models controlled by their items; models that end, hang or crash their worker; models of every form."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Continuous batching in virtual time: the scheduler that serves, and the worker's states of a step model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from msgspec import Struct, structs

@@ -1,7 +1,5 @@
 """The simulator with the loads that only tests and benchmarks use: clients in a closed loop, bulk jobs, deadlines."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence

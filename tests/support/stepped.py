@@ -1,7 +1,5 @@
 """A step model for tests, whose items say what each does, and checks that every transport passes."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

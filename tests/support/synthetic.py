@@ -3,8 +3,6 @@
 The settings that a search finds on it can be compared with the true optimum, which no real machine reveals.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """A model that tells of its request."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """An `Administrator` without models and a backend, for tests of the TorchServe listeners."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final
 

@@ -4,8 +4,6 @@ An answer is a dictionary. Over HTTP it has the status, the JSON and the binary 
 messages. Left out are texts of errors, the server's name, its version and times.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import math

@@ -1,7 +1,5 @@
 """Calls to Triton and Penstock alike, over gRPC; in their order, because some change the server."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

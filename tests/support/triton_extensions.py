@@ -1,7 +1,5 @@
 """Requests for Triton's extensions over HTTP, and all requests in their order, because some change the server."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests to infer over HTTP, for Triton and Penstock alike: tensors, and everything that can be wrong with them."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Triton comes from the virtual environment that the benchmarks make, `benchmarks/.venvs/triton`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

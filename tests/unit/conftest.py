@@ -1,7 +1,5 @@
 """Fixtures that several packages' tests share."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

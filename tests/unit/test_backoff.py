@@ -1,7 +1,5 @@
 """The pauses between attempts that fail."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Every benchmark can be imported: its names still exist in Penstock."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page of what TorchServe has is complete, and what it says yes to has a test."""
 
-from __future__ import annotations
-
 import ast
 import re
 from importlib import import_module

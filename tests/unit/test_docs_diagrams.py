@@ -1,7 +1,5 @@
 """The diagrams of the documentation are what the tool draws, and each is in a page."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Image files of known pixels, in every kind that a format has: what each becomes, and what is refused by name."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import struct

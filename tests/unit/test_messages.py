@@ -1,7 +1,5 @@
 """Messages whose first wording did not say what was wrong."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pages about the code agree with the code: their files exist, and the layer table is the one that is enforced."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `import penstock` offers to programs, to editors and to type checkers."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The pages about Triton are complete: what works names existing tests, and each key of config.pbtxt has a row."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """StopScanner: a text in parts ends where the whole text would."""
 
-from __future__ import annotations
-
 from hypothesis import example, given
 from hypothesis import strategies as st
 

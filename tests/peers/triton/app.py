@@ -1,8 +1,6 @@
 """The models of `models/` for Penstock; `model.py` has them for Triton."""
 
 # ruff: noqa: RUF012 - this is how the documentation declares tensors
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The models of `models/` under Triton's Python backend; `app.py` has them for Penstock."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

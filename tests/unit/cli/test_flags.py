@@ -1,7 +1,5 @@
 """What the pages say of flags, held against the flags that there are."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the words behind `penstock serve` name."""
 
-from __future__ import annotations
-
 import pytest
 from click.testing import CliRunner
 

@@ -1,7 +1,5 @@
 """What users write by mistake: each command line ends with status 2, and says what to write instead."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The clients against a server that fails in every way that a test scripts."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """A client connection against a faulty server, on both event loops."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading

@@ -1,7 +1,5 @@
 """A `penstock.toml` in a temporary folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`penstock config check` prints ok or the error, and sets its exit status."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Contradicting keys, unusable files and open listeners are refused before a listener is bound."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

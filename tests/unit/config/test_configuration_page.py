@@ -1,7 +1,5 @@
 """docs/configuration.md is up to date and documents every key."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """Inputs as tables: texts and shapes that they stand for, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Later sources override earlier ones, and errors state the source, the key, the found and the expected value."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

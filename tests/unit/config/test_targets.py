@@ -1,7 +1,5 @@
 """TARGETs and shared option values of the command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

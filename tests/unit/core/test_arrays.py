@@ -1,7 +1,5 @@
 """Tensors as arrays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

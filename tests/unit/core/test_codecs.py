@@ -1,7 +1,5 @@
 """What codecs declare, and the codecs of one model."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.config.schema import ModelConfig

@@ -1,7 +1,5 @@
 """The CPU quota of a container, as the files of its cgroups show it, and what follows it."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

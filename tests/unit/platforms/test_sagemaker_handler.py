@@ -1,7 +1,5 @@
 """SageMaker's scripts: which functions run with what, and what stands in for those that a script leaves out."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

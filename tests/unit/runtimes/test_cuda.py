@@ -1,7 +1,5 @@
 """The capture of a graph, over a stand-in for PyTorch's CUDA: in which order it is asked, and which error is told."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 

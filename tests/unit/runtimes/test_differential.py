@@ -4,8 +4,6 @@ Each network is written in each format that can hold it. A batch of requests of 
 the runtime computes from the file for each request alone.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import textwrap
 import warnings

@@ -1,7 +1,5 @@
 """Model files and PyTorch modules as targets of a worker."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

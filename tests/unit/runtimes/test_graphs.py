@@ -1,7 +1,5 @@
 """Graphs of a model that a worker loads onto a (simulated) device: which ones it captures, and what it says of them."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

@@ -1,7 +1,5 @@
 """ONNX graphs in ONNX Runtime: metadata, providers, refused settings, TensorRT engines, pixel normalization."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Engines are cached, and deleted if they changed."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Images for every kind of model file, and tables that do not fit a file."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

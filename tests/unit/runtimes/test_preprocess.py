@@ -1,7 +1,5 @@
 """How batches are cut for helper processes, and the errors and limits of these."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """PyTorch modules: precision and optimization, and programs over arrays."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

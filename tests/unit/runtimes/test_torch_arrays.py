@@ -1,7 +1,5 @@
 """A Python model with `arrays = "torch"` receives tensors, on a device in three phases."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

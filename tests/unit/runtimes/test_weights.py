@@ -1,7 +1,5 @@
 """Weights once in a process: which modules share parameters, and that their results stay their own."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 import weakref

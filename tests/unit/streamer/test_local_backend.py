@@ -1,7 +1,5 @@
 """LocalBackend on a loop, with models in threads that load when the test lets them."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """TorchPipe's files as graphs: the effect of its keys, and the errors of bad ones."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

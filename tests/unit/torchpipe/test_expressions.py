@@ -1,7 +1,5 @@
 """TorchPipe's keys that select engines, add ops around a model, or divide instances among nodes."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Sequence
 from typing import Any

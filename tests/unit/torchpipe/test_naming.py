@@ -1,7 +1,5 @@
 """The package: its names, the modules it loads, and its import as torchpipe."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """OpenvinoMat: images in, images out. PyTensor: the function of a user's module."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """docs/migrate-from-torchpipe.md has a row for each key, backend and name of the code, with its state."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Graphs of the kinds that TorchPipe publishes, run: fallbacks, joins, outputs of several kinds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The digits model, loaded once, and the held-out images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The demo succeeds only if every image is answered and enough of the answers are right."""
 
-from __future__ import annotations
-
 import json
 import sys
 

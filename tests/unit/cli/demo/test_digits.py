@@ -1,7 +1,5 @@
 """The model recognises digits, every input format gives the same answer, and errors describe a wrong body."""
 
-from __future__ import annotations
-
 import sys
 from importlib import resources
 from pathlib import Path

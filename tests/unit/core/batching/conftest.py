@@ -1,7 +1,5 @@
 """A Scheduler with a hand on its clock, and scripts of its calls and events."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

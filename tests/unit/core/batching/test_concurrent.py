@@ -1,7 +1,5 @@
 """Slots that work on batches side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 from typing import Any

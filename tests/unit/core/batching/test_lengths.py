@@ -1,7 +1,5 @@
 """Which lengths share a batch, by the learned cost; how many tokens it may have; and what both bring under load."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 

@@ -1,7 +1,5 @@
 """What each policy chooses, seen through a Scheduler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

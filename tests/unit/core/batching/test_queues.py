@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from penstock.core.batching.entry import INF, Entry
 from penstock.core.batching.queues import MAX_BYPASSES, Bucket, Expiries
 

@@ -1,7 +1,5 @@
 """Sequences in the scheduler: places, bounds, refusals, and what a death ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """With any number of slots, the one for a batch sent ahead is the one that a look at each of them finds."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

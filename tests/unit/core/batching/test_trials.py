@@ -1,7 +1,5 @@
 """The trials of a longer hold, under simulated loads: where they gain, what they cost, and when they stop."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

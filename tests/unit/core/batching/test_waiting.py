@@ -1,7 +1,5 @@
 """Requests that are cut to fill a batch, seen through a Scheduler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The number of instances of an engine's model without load: its schedule, and its spare ones."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

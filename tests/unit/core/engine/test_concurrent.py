@@ -1,7 +1,5 @@
 """Batches side by side on one worker, as their callers see them."""
 
-from __future__ import annotations
-
 import asyncio
 from random import Random
 from typing import Any

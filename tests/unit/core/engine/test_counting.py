@@ -1,7 +1,5 @@
 """What observers hear: every request that came ends in one answer, one rejection, or is in flight."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Instances behind a transport whose workers come and go as the test says."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Whether callers keep a processor busy is told by processor times, not by what the model's own threads use."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace

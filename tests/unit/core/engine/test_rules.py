@@ -1,7 +1,5 @@
 """How many instances, where, and what may wait for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

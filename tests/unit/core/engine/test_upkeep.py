@@ -1,7 +1,5 @@
 """Workers that are due to be replaced, and memory that grows without end, in virtual time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Threads that wake each other, in every order of their lines."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The end of a connection, on the loop that Penstock runs on."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 

@@ -1,7 +1,5 @@
 """The worker's end for batches side by side, without a worker: what is written, when, and what is let go."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable, Iterator

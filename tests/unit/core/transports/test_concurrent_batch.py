@@ -1,7 +1,5 @@
 """One batch of a model that works on many side by side, without a worker around it."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """Which slabs a model still looks at after its answer."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What workers print."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

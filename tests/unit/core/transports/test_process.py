@@ -1,7 +1,5 @@
 """Workers in a process of their own: what both ends do that no caller of the engine sees."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import platform

@@ -1,7 +1,5 @@
 """Turns: in every order of the two threads' steps, each batch is taken once and nobody waits while one is there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

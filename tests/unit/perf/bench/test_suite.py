@@ -1,7 +1,5 @@
 """Archives, inputs and GPUs are checked before the first run; a mistake names file and line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit

@@ -1,7 +1,5 @@
 """The suite's table: TorchServe's columns in order, medians of repeats, and empty cells for unknown figures."""
 
-from __future__ import annotations
-
 import csv
 import io
 from typing import Any

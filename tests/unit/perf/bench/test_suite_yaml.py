@@ -1,7 +1,5 @@
 """The files of the benchmark suite: the guide's example is read unchanged; mistakes are reported with their line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

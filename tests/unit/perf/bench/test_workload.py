@@ -1,7 +1,5 @@
 """What a load sends, and when: arrival times and request bodies."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The autoscaler over kept traces, in virtual time: against a plan that knows the future, and a bound of the cost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """`penstock simulate` reads arrivals and costs and prints the prediction for each combination."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Costs are read from numbers and from folders, and each weakness of a curve is an error or a note."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`penstock plan` plans for recorded and synthetic arrivals, and explains what cannot be planned."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

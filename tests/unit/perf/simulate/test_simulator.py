@@ -1,7 +1,5 @@
 """The simulator drives the real Scheduler and reproduces stored figures of an independent simulator within 3 %."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Continuous batching in virtual time."""
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The rates that settings sustain within an SLO: the search for one, and the proof."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

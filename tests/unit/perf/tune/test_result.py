@@ -1,7 +1,5 @@
 """The whole SLO decides the choice, nothing refuted is promised, and the table shows each of the settings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

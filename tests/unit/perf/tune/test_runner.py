@@ -1,7 +1,5 @@
 """The journal survives a kill and is refused for another run; the runner replays it and ends at the budget."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

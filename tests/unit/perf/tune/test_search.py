@@ -1,7 +1,5 @@
 """A challenger costs one probe, curves rule out settings without load, and every strategy finds the optimum."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

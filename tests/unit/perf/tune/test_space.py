@@ -1,7 +1,5 @@
 """Spaces and settings are parsed, written again and ordered by cost; errors are clear."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.errors import ConfigError

@@ -1,7 +1,5 @@
 """Measured runs are judged by the SLO; curves give the time of a batch of any size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

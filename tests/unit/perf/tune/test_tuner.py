@@ -1,7 +1,5 @@
 """Tuning finds the optimum in a fifth of the time, reports what is impossible, and keeps results of an early end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A worker over a real Redis server, on the test's own loop; the model runs inline or in threads."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

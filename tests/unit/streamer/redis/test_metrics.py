@@ -1,7 +1,5 @@
 """The state of queues, and its page."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from pathlib import Path

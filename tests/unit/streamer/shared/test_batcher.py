@@ -1,7 +1,5 @@
 """A batcher on the loop of the test, with its model in a thread, and clients of all kinds."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

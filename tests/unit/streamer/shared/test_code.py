@@ -1,7 +1,5 @@
 """The digest of a model's code: the same in all processes, another one after each change that a worker would load."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """The protocol of the shared batcher's socket: address and users, messages, values."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

@@ -1,7 +1,5 @@
 """Calls of the Thrift service as its libraries write them: complete, in pieces and broken."""
 
-from __future__ import annotations
-
 import io
 import struct
 from typing import Any

@@ -1,7 +1,5 @@
 """The Thrift listener with thriftpy2's writer and reader, on both event loops: calls, errors, limits, timeouts."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 import struct

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from penstock.torchserve.admin.model_spec import ModelSettings

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import string
 from typing import Any

@@ -1,7 +1,5 @@
 """The log files: their names, their lines, and which records each receives."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """The PID file: one server per temporary folder."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

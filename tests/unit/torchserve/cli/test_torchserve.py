@@ -1,7 +1,5 @@
 """The command `torchserve`: flags, configuration files and environment."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

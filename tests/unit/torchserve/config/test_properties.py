@@ -1,7 +1,5 @@
 """config.properties: syntax, keys, and the precedence of sources."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A gRPC listener with fakes behind it, and a client that calls it by the names of its calls."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any

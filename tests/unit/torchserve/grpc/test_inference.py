@@ -1,7 +1,5 @@
 """The inference services over gRPC."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Token checks on every gRPC call, the status and text of errors, and the wire format of TorchServe's services."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """A TorchServe listener over a fake administration, and a client that asks one thing a connection."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable

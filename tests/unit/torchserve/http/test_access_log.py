@@ -1,7 +1,5 @@
 """The access log: one short line per response if it is enabled, and no cost otherwise."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

@@ -1,7 +1,5 @@
 """The HTTP API flavor of TorchServe over real sockets, byte by byte, with a scripted backend."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import uuid

@@ -1,7 +1,5 @@
 """The OpenAPI documents describe exactly the routes of their listener."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

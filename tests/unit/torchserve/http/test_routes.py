@@ -1,7 +1,5 @@
 """Routes served by a function of the whole request: bodies, errors, order, metrics and Open Inference routes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """A TorchServe listener with TLS: plain HTTP gets a refusal, and faulty clients do not affect others."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ssl

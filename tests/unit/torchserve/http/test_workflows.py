@@ -1,7 +1,5 @@
 """The routes of TorchServe's workflow management API: the calls to the workflows and the responses."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The queries in dashboards/ match the metrics of a server, each folder those of its own kind."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable

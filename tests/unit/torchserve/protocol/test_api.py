@@ -1,7 +1,5 @@
 """OpenAPI 3.0.1 documents."""
 
-from __future__ import annotations
-
 from penstock.torchserve.protocol.api import Operation, QueryParameter, operations_document
 
 OPERATIONS = (

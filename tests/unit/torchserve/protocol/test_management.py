@@ -1,7 +1,5 @@
 """The parsers for queries and bodies of TorchServe's management API, with valid and hostile input."""
 
-from __future__ import annotations
-
 import json
 from urllib.parse import parse_qs
 
