@@ -53,7 +53,7 @@ def test_every_line_of_text_has_time_level_and_logger(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [logs._Line, logs.TextFormatter, TorchServeFormatter, lambda: TorchServeFormatter(True)]
+    "make", [logs.LineFormatter, logs.TextFormatter, TorchServeFormatter, lambda: TorchServeFormatter(True)]
 )
 def test_control_characters_of_messages_and_tracebacks_are_escaped(make: Any) -> None:
     """They would command the terminal of a reader, or overwrite what the line says."""
