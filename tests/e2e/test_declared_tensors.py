@@ -149,6 +149,8 @@ def test_json_of_one_row_and_of_several_has_results_of_the_same_form(server: Any
         assert (status, json.loads(found)) == (200, answer)
     status, found = server.post("/predictions/text", b'"a"')
     assert (status, found) == (200, b"A")
+    status, found = server.post("/predictions/text", b'{"text": ["a", "\xc3\xa9"]}')
+    assert (status, json.loads(found)) == (200, {"upper": ["A", "\u00e9"]})  # `bytes.upper` knows ASCII only
     status, found = server.post("/predictions/later", b"[1, 2]")
     assert (status, json.loads(found)) == (200, [2, 3])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
+from base64 import b64encode
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qsl
@@ -138,7 +139,22 @@ def _hook(value: Any) -> Any:
     tolist = getattr(value, "tolist", None)
     if tolist is None:
         raise BadOutput(f"the model returned a value of type {type(value).__name__}, which JSON cannot hold")
-    return tolist()
+    return _texts(tolist()) if getattr(getattr(value, "dtype", None), "kind", "") in ("O", "S") else tolist()
+
+
+def _texts(cells: Any) -> Any:
+    """Nested lists of an array, with bytes as `json_bytes`."""
+    if isinstance(cells, list):
+        return list(map(_texts, cells))
+    return json_bytes(cells) if isinstance(cells, bytes) else cells
+
+
+def json_bytes(cell: bytes) -> str | dict[str, str]:
+    """An element of an array in JSON: its text, or `{"b64": Base64}` if it is not UTF-8, as in KServe."""
+    try:
+        return cell.decode()
+    except UnicodeDecodeError:
+        return {"b64": b64encode(cell).decode()}
 
 
 def _nan_in(value: Any) -> str | None:

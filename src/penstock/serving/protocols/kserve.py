@@ -20,7 +20,7 @@ from msgspec import Raw, Struct
 
 from penstock.core.arrays import array_of
 from penstock.errors import BadOutput, BadRequest
-from penstock.serving.protocols.bodies import JSON, decode_json, encode_json, is_countable, raw_list
+from penstock.serving.protocols.bodies import JSON, decode_json, encode_json, is_countable, json_bytes, raw_list
 from penstock.serving.protocols.oip import OipCodec, named_outputs
 from penstock.serving.protocols.oip_messages import Tensor
 from penstock.serving.protocols.oip_routes import error_body
@@ -261,10 +261,7 @@ def _texts(name: str, cells: list[Any]) -> list[Any]:
         if isinstance(cell, list):
             cell = _texts(name, cell)
         elif isinstance(cell, bytes):
-            try:
-                cell = cell.decode()
-            except UnicodeDecodeError:
-                cell = _prediction(cell)
+            cell = json_bytes(cell)
         elif not isinstance(cell, str):
             raise BadOutput(f"output '{name}' holds a {type(cell).__name__}; object arrays may hold str or bytes only")
         found.append(cell)

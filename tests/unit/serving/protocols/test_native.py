@@ -124,6 +124,11 @@ def test_only_json_lists_are_split_into_rows():
             b'{"a":0.5,"b":[[0,1],true]}',
             "application/json",
         ),
+        (
+            {"a": np.array([[b"x", "y"], ["\xe9".encode(), b"\xff"]], object), "b": np.array([b"z"])},
+            '{"a":[["x","y"],["\xe9",{"b64":"/w=="}]],"b":["z"]}'.encode(),
+            "application/json",
+        ),
         (Response(b"x", "image/png"), b"x", "image/png"),
         (Response("é"), "é".encode(), "text/plain; charset=utf-8"),
     ],
