@@ -96,7 +96,7 @@ def test_the_page_is_read_by_prometheus_own_parser_and_shows_the_worker(server: 
     page = server.get("/metrics", "metrics")[1].decode()
     families = {f.name: f for f in text_string_to_metric_families(page)}
     states = {s.labels["state"]: s.value for s in families["penstock_model_state"].samples}
-    assert states == {"LOADING": 0, "READY": 1, "IDLE": 0, "FAILED": 0, "DRAINING": 0}
+    assert states == {"LOADING": 0, "READY": 1, "IDLE": 0, "FAILED": 0, "DRAINED": 0, "DRAINING": 0}
     (resident,) = families["penstock_worker_resident_bytes"].samples
     with open(f"/proc/{worker}/statm") as f:
         pages = int(f.read().split()[1])

@@ -111,7 +111,7 @@ class ModelPage {
   }
 
   draw() {
-    const past = this.hour && this.steps.length ? [this.steps, this.step, this.age] : [this.rows, 1, 0];
+    const past = this.hour && this.steps.length > 1 ? [this.steps, this.step, this.age] : [this.rows, 1, 0];
     for (const chart of this.charts) chart.set(...past, this.now, this.events);
   }
 
