@@ -1,5 +1,7 @@
 """More instances are never worse, a looser SLO never costs more, and spare instances hold what they promise."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -42,7 +44,7 @@ class Machine(Struct, frozen=True):
     def planner(self, times_full: float, **more: int) -> Planner:
         """A planner for an SLO of so many times a full batch."""
         slo = parse_slo(f"p95<={times_full * self.curve.seconds(16) * 1e3:.4f}ms")
-        return Planner(self.load, self.curve, PlanOptions(slo=slo, batches=(4, 16), most=40, price=1.0, **more))
+        return Planner(self.load, self.curve, PlanOptions(slo=slo, batches=(4, 16), price=1.0, **{"most": 40, **more}))
 
 
 machines = st.builds(
@@ -53,6 +55,17 @@ machines = st.builds(
     rows=st.sampled_from([(), (1, 3, 8)]),
     seed=st.integers(0, 9),
 )
+
+
+def test_no_plan_has_more_instances_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(Planner, "_better", lambda self, best, batch: (998, batch))
+    monkeypatch.setattr(Planner, "judged", lambda self, n, batch: asked.append(n) or SimpleNamespace(met=False))
+    monkeypatch.setattr(Planner, "_nearest", lambda self: (1000, 4))
+    monkeypatch.setattr(Planner, "_finish", lambda self, found, met: found)
+    planner = Machine((0.005, 0.0002), "constant", 1.0, (), 0).planner(3, most=1000)
+    planner.plan()
+    assert asked == [998, 1000]
 
 
 @settings(max_examples=25, deadline=None)

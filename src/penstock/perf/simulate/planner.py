@@ -197,7 +197,7 @@ class Planner:
         most = self.options.most - self.options.failures
         while best is not None and not self.judged(*best).met:
             instances, batch = best
-            best = (instances + max(1, instances // 200), batch) if instances < most else None
+            best = (min(most, instances + max(1, instances // 200)), batch) if instances < most else None
         return self._finish(best or self._nearest(), met=best is not None)
 
     def _better(self, best: tuple[int, int] | None, batch: int) -> tuple[int, int] | None:
