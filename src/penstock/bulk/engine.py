@@ -1,8 +1,8 @@
 """The process of a server that belongs to the job: started with it, again after a crash or a hang, ended with it."""
 
+import asyncio
 import contextlib
 import ctypes
-import http.client
 import logging
 import os
 import re
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import IO, Final
 
 from penstock.backoff import Backoff
+from penstock.client.endpoint import ResponseTimeout, parse_url
+from penstock.client.http import ClientConnection
 from penstock.errors import PenstockError
 
 _logger = logging.getLogger("penstock.bulk")
@@ -98,17 +100,20 @@ class Engine:
 
     def _is_silent(self) -> bool:
         """Whether it accepts a connection, which it does not do while it loads, and does not respond."""
-        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=self._hang_s)
-        try:
-            connection.request("GET", "/health")
-            connection.getresponse()
-        except TimeoutError:
-            return True
-        except (OSError, http.client.HTTPException):
-            pass  # it loads, or ends
-        finally:
-            connection.close()
-        return False
+
+        async def look() -> bool:
+            connection = ClientConnection(parse_url(self.url), connect_timeout_s=self._hang_s)
+            try:
+                await connection.request("GET", "/health", [], timeout_s=self._hang_s)
+            except ResponseTimeout:
+                return True
+            except PenstockError:
+                pass  # it loads, or ends
+            finally:
+                connection.close()
+            return False
+
+        return asyncio.run(look())
 
     def _signal(self, number: int) -> None:
         if self._process is not None:
