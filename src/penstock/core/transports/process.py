@@ -5,7 +5,6 @@ The pidfd (or the end of the socket) reports a death at once. The other end is `
 
 import asyncio
 import logging
-import math
 import os
 import signal
 import socket
@@ -39,7 +38,46 @@ RECEIVE_BYTES = 256 * 2**10
 MAX_READS = 16  # more than a socket holds
 MAX_PIECES = 64  # per system call, far below IOV_MAX
 SHORT_S = 0.0003  # a choice: longer rounds are waited for in sleep, whose cost they hide
+LONGEST_PAUSE = 63  # rounds; a choice: a trial every 64 rounds then costs less than 2 % of a core
 MAX_FREE = 16  # read reply places that wait for the next batch to be reported
+
+
+class ActiveWait:
+    """Decides whether to wait actively for the response to a lone request.
+
+    An interrupt of another core wakes a process that sleeps. It costs both sides more than a short run: on a virtual
+    machine with two cores, a lone request to a small model took 0.35 ms with sleep and 0.12 to 0.26 ms without. So
+    while rounds are short, the loop looks for the response instead of sleeping. After a longer round, from a slow model
+    or beside a busy neighbour, it sleeps, and tries again after a pause, which doubles up to LONGEST_PAUSE rounds: the
+    sleep itself may be what makes the rounds long. It never waits actively with one core, which the worker needs; with
+    several slots, which other requests could use; nor outside the main thread, where it would take the interpreter from
+    a program's other threads.
+    """
+
+    def __init__(self) -> None:
+        self._able = usable_cores() > 1 and threading.current_thread() is threading.main_thread()
+        self._sent_s = 0.0  # of the lone request that is on its way
+        self.end_s = 0.0  # until when the loop waits actively for its response
+        self._pause = self._left = 0  # rounds of the present pause, and those that are left
+
+    def begin(self) -> bool:
+        """Whether to wait actively for the request that was just sent, until `end_s`."""
+        if not self._able:
+            return False
+        self._sent_s = now = time.perf_counter()
+        self.end_s = 0.0 if self._left else now + SHORT_S
+        self._left = max(0, self._left - 1)
+        return self.end_s > 0.0
+
+    def end(self) -> None:
+        """A response came."""
+        if self._sent_s:
+            round_s, self._sent_s = time.perf_counter() - self._sent_s, 0.0
+            waited, self.end_s = self.end_s > 0.0, 0.0
+            if round_s < SHORT_S:
+                self._pause = self._left = 0
+            elif waited:
+                self._pause = self._left = min(2 * self._pause + 1, LONGEST_PAUSE)
 
 
 class Channel:
@@ -148,10 +186,10 @@ class Channel:
             if count:
                 unsent[0] = unsent[0][count:]
 
-    def poll(self, end_s: float) -> None:
-        """Looks for a message, without sleeping, until one came or the time has passed. See ActiveWait."""
-        while self._open and time.perf_counter() < end_s and not self._receive():
-            pass
+    def poll(self, wait: ActiveWait) -> None:
+        """Looks for the response, without sleeping, until it came, perhaps before this call, or the time has passed."""
+        while self._open and time.perf_counter() < wait.end_s and not self._receive():
+            os.sched_yield()  # to the worker, which the system may have woken on this core
 
     def _readable(self) -> None:
         for _ in range(self._reads):
@@ -179,35 +217,6 @@ class Channel:
         for frame in frames:
             self._on_frame(frame)
         return True
-
-
-class ActiveWait:
-    """Decides whether to wait actively for the response to a lone request.
-
-    An interrupt of another core wakes a process that sleeps. It costs both sides more than a short run: on a virtual
-    machine with two cores, a lone request to a small model took 0.35 ms with sleep and 0.26 ms without. So while rounds
-    are short, the loop looks for the response instead of sleeping. After a longer round, from a slow model or beside a
-    busy neighbour, it sleeps, until a round is short again. It never does so with one core, which the worker needs;
-    with several slots, which other requests could use; nor outside the main thread, where it would take the interpreter
-    from a program's other threads.
-    """
-
-    def __init__(self) -> None:
-        self._able = usable_cores() > 1 and threading.current_thread() is threading.main_thread()
-        self._sent_s = 0.0  # of the lone request that is on its way
-        self._round_s = math.inf
-
-    def begin(self) -> float:
-        """Until when to wait actively for the request that was just sent; 0: not at all."""
-        if not self._able:
-            return 0.0
-        self._sent_s = now = time.perf_counter()
-        return now + SHORT_S if self._round_s < SHORT_S else 0.0
-
-    def end(self) -> None:
-        """A response came."""
-        if self._sent_s:
-            self._round_s, self._sent_s = time.perf_counter() - self._sent_s, 0.0
 
 
 class PackingTransport(SlotTransport):
@@ -366,8 +375,8 @@ class _ProcessSlot(WorkerSlot):
         self._free = []
         self._channel.send(pieces, batch.more)
         alone = len(batch.items) == 1 and not self.sent and self._transport.single
-        if alone and (end_s := self._wait.begin()):
-            self.loop.call_soon(self._channel.poll, end_s)
+        if alone and self._wait.begin():
+            self.loop.call_soon(self._channel.poll, self._wait)
         slabs = outbox.given + outbox.slabs
         for slab in slabs:
             slab.pin()
