@@ -29,6 +29,7 @@ from msgspec import Struct
 from penstock import metrics
 from penstock.errors import ConfigError, install_hint
 from penstock.types import Headers, Item, ItemResult, Sink, Trace
+from penstock.values import prepare
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -64,6 +65,9 @@ class SpanRecord(Struct):
     links: list[Trace] = []
     error: str = ""
     kind: int = 0
+
+
+prepare(SpanRecord)
 
 
 def parse(traceparent: str) -> tuple[Trace, bool] | None:

@@ -33,6 +33,13 @@ def bare(kind: Any) -> Any:
 # ---- reading
 
 
+def prepare(*kinds: Any) -> None:
+    """Lets msgspec analyse these types. A module does so for those that several threads read, because msgspec 0.22
+    crashes when two threads are the first to use a type; one thread imports."""
+    for kind in kinds:
+        msgspec.msgpack.Decoder(kind)
+
+
 def convert(
     value: Any, kind: Any, where: str = "", *, loose: bool = False, error: Callable[[str], PenstockError] = ConfigError
 ) -> Any:

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
 
 from penstock.errors import ConfigError, nearest
 from penstock.types import Task
+from penstock.values import prepare
 
 MOST: Final = 2**31 - 1  # of a count, and of seconds: the system's calls and TorchServe's clients take no more
 MOST_INSTANCES: Final = 4096  # of one version, whatever `limits.max_instances` is
@@ -588,6 +589,4 @@ def check_sizes(config: BatchingConfig, where: str = "batching.") -> None:
         )
 
 
-# msgspec 0.22 crashes when two threads convert to a type for the first time at once, as loading instances may do:
-# the importing thread converts first
-convert({}, BatchingConfig)
+prepare(BatchingConfig)

@@ -24,6 +24,7 @@ from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.errors import BadOutput, BadRequest, PenstockError
 from penstock.request import whole_headers
 from penstock.types import BatchPart, Item, ItemResult, MetricDelta, Ready
+from penstock.values import prepare
 
 # ---- frames
 
@@ -199,6 +200,7 @@ class WorkerNews(Struct, array_like=True, tag="news"):
 
 ToWorker = RunBatch | FreeReplies | AbandonBatch | StopWorker
 FromWorker = WorkerUp | WorkerFailed | PartMessage | WorkerNews
+prepare(ToWorker, FromWorker)
 
 
 class Pickled:

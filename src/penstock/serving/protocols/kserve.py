@@ -27,6 +27,7 @@ from penstock.serving.protocols.oip_routes import error_body
 from penstock.serving.protocols.oip_tensors import nested, output_array
 from penstock.serving.protocols.route import POST, Template, json_route
 from penstock.types import Item, ItemResult, Many, ModelMetadata, Parts, plain_result
+from penstock.values import prepare
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,6 +50,7 @@ class _Answer(Struct):
 
 _body = msgspec.json.Decoder(_Body)
 _columns = msgspec.json.Decoder(dict[str, Raw])
+prepare(_Answer)
 
 
 def _peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:

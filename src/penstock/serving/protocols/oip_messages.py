@@ -28,6 +28,7 @@ from penstock.serving.protocols.oip_tensors import (
     to_bytes,
 )
 from penstock.types import SIZES, Headers, SequenceRequest
+from penstock.values import prepare
 
 if TYPE_CHECKING:
     import numpy as np
@@ -205,6 +206,9 @@ class OipResponse(Struct, omit_defaults=True):
     outputs: list[Tensor]
     id: str | None = None
     parameters: dict[str, Any] | None = None
+
+
+prepare(OipRequest, AllParameters, _SequenceHead, OipResponse)
 
 
 def header_length(headers: Headers | None) -> int | None:

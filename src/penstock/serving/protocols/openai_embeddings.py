@@ -11,6 +11,7 @@ from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import JSON, decode_json, is_countable
 from penstock.serving.protocols.openai import check_task, count_inputs, inference, schema_of, wrong
 from penstock.types import Embedding, EmbeddingRequest, Item, ItemResult, Many, ModelMetadata
+from penstock.values import prepare
 
 TASK: Final = "embedding"
 MAX_INPUTS: Final = 2048  # the limit of OpenAI's API
@@ -55,6 +56,7 @@ class _Peek(Struct):
 
 
 _peek = msgspec.json.Decoder(_Peek)
+prepare(EmbeddingsBody, EmbeddingsAnswer)
 
 
 class EmbeddingsCodec(Codec):

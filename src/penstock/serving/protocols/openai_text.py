@@ -16,6 +16,7 @@ from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols import openai
 from penstock.serving.protocols.bodies import JSON, decode_json, is_countable
 from penstock.types import ChatMessage, Item, ItemResult, Many, ModelMetadata, Parts, TextPart, TextRequest
+from penstock.values import prepare
 
 TASK: Final = "text-generation"
 SSE: Final = "text/event-stream"
@@ -71,6 +72,7 @@ class _Peek(Struct):
 
 
 _peek = msgspec.json.Decoder(_Peek)
+prepare(openai.AnswerPart)
 msgspec.convert({}, TextRequest)  # msgspec 0.22 crashes when two threads convert to a type for the first time at once
 
 

@@ -40,6 +40,7 @@ from penstock.streamer.model import StreamerModel
 from penstock.streamer.shared.code import code_digest
 from penstock.tracing import SpanRecord
 from penstock.types import Item
+from penstock.values import prepare
 
 VERSION = __version__
 
@@ -326,6 +327,7 @@ class CallMessage(Struct, array_like=True, tag="call"):
 ToBatcher = JoinMessage | CallMessage | messages.FreeReplies | messages.AbandonBatch
 FromBatcher = WelcomeMessage | LoadedMessage | SpanMessage | messages.PartMessage | messages.WorkerFailed
 _encode_offer = msgspec.msgpack.Encoder().encode
+prepare(ToBatcher, FromBatcher)
 read_offer = msgspec.msgpack.Decoder(Offer).decode
 
 
