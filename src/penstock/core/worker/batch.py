@@ -225,7 +225,7 @@ class BatchRun:
         d, runner = self.d, self.runner
         if runner.model.phases is not None:  # it received copies
             return
-        places = list(dict.fromkeys(d.owners[u] for u in units))
+        places = dict.fromkeys(d.owners[u] for u in units)
         again = BatchRun(runner, self.batch_id, runner.decode([d.items[i] for i in places], early=False), self.emit)
         if again.d.errors:  # without memory, for instance
             self._fail(units, next(iter(again.d.errors.values())))

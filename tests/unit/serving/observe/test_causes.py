@@ -43,7 +43,12 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str, float | None]] = {
         1.0,
     ),
     "padding": ({"padded": 0.75, "busy": 1.2}, {}, "add 4 to batching.sizes", (4 + 16) / (4 + 4)),
-    "slow decode": (BUSY | {"decode_s": 0.008, "run_s": 0.004}, {}, "binary", 2.0),
+    "slow decode": (
+        BUSY | {"decode_s": 0.008, "run_s": 0.004, "in_flight_rows": 64.0},
+        {"cores": 2, "idle": 0.75},
+        "binary",
+        2 / 1.25,
+    ),
     "slow preprocess": (BUSY | {"preprocess_s": 0.004, "batches": 250.0}, {}, "preprocess_processes = 2", 8 / 3),
     "GPU starved": (BUSY | {"gpu": 0.2}, {}, "preprocess_processes", None),
     "queue bound": ({"refused": 100.0, "max_queue": 8}, {}, "max_queue = 256", 4 / 3),
