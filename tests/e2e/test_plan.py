@@ -8,6 +8,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from penstock.cli.main import main
@@ -41,6 +42,7 @@ def test_a_server_that_saw_batches_of_one_size_only_is_named(tmp_path: Path) -> 
     assert done.stderr.startswith(f"penstock: {url} has not learned what a batch of rank costs, which takes")
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_on_planning_works(tmp_path: Path) -> None:
     found = blocks((ROOT / "docs/plan.md").read_text())
     app = next(text for language, text in found if language == "python")

@@ -30,7 +30,7 @@ GRAPHS = 8000 if os.environ.get("CHAOS") == "full" else 2000
 IN_PROCESSES = 20  # one graph of so many
 NAMES = "abcdefg"
 ITEMS = 6
-PARTS = 4
+PARTS = 4  # for several processes
 DEPTH = 2  # of fan-outs
 MOST_ENDS = 2000
 
@@ -343,7 +343,7 @@ async def run(graph: Graph, items: list[Fields], direct: bool) -> list[list[Item
     return outcomes
 
 
-@pytest.mark.parametrize("part", range(PARTS))  # several processes share the work
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, PARTS))])
 @settings(max_examples=GRAPHS // PARTS)
 @given(graph=graphs(), keys=st.lists(ITEM, min_size=1, max_size=ITEMS))
 def test_each_item_ends_as_a_pure_evaluator_says(part: int, graph: Graph, keys: list[Fields]) -> None:

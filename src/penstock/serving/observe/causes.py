@@ -204,10 +204,13 @@ class Reading(Struct, frozen=True, kw_only=True):
         return self.times(self.up, self.larger) >= (MUCH if self.more > self.up else WORTH)
 
     def multiplied(self) -> float:
-        """How many times as many rows `more` instances would answer: batches may become smaller, never larger; and all
-        that a request takes of the processors, in clients too, grows with the rate."""
+        """How many times as many rows these instances would answer: batches may become smaller, never larger."""
+        return min(self.more / self.up, self.times(self.more, self.max_batch_size))
+
+    def decoded_by_more(self) -> float:
+        """The same, if all that a request takes of the processors, in clients too, grows with the rate."""
         busy = max(1e-9, self.server.cores - self.server.idle)
-        return max(1.0, min(self.more / self.up, self.times(self.more, self.max_batch_size), self.server.cores / busy))
+        return max(1.0, min(self.multiplied(), self.server.cores / busy))
 
     @property
     def fewer(self) -> int:
@@ -390,7 +393,7 @@ CAUSES: Final = (
             "send tensors in binary form instead of JSON or images"
             + (f", or set instances = {r.more}" if r.more > r.up else "")
         ),
-        lambda r: r.multiplied() if r.more > r.up else None,
+        lambda r: r.decoded_by_more() if r.more > r.up else None,
     ),
     Cause(
         "slow preprocess",
