@@ -72,7 +72,7 @@ def interval(text: str) -> int | float:
 
 
 def text_or_file(text: str) -> str:
-    """The text, or that of the file whose name follows an @."""
+    """The text itself, or the content of the file whose name follows an @."""
     try:
         return Path(text[1:]).read_text() if text.startswith("@") else text
     except (OSError, ValueError) as e:

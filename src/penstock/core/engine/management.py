@@ -253,7 +253,7 @@ def _by_version(models: Mapping[str, ModelConfig]) -> dict[tuple[str, str], Mode
 
 
 def _instances(handle: ModelHandle, config: ModelConfig) -> int | None:
-    """The number of instances that a version keeps, as it was scaled or as its load needs; None: that of `config`."""
+    """The number of instances that a version keeps, as it was scaled or as its load needs; None: as `config` says."""
     same = all(getattr(config, key) == getattr(handle.config, key) for key in ("instances", "devices", "autoscale"))
     follows = handle.scaler is not None or handle.resident is None
     return handle.instances.count or None if same and follows else None

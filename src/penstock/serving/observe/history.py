@@ -75,7 +75,7 @@ class StageTotals(NamedTuple):
 
 class Totals(NamedTuple):
     """Counters of one model version since the start: requests, batches with their rows, and workers that were
-    restarted. `busy_s` and `write_s` are those of its snapshot."""
+    restarted. The snapshot of the version has `busy_s` and `write_s`."""
 
     arrived: int = 0
     answered: int = 0
