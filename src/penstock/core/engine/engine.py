@@ -164,7 +164,7 @@ class Engine:
         self._route(handle.name)
 
     async def _bring_up(self, handle: ModelHandle, keep: bool) -> None:
-        """Loads a version; if residency manages it, its first request does, unless another version of the model is up."""
+        """Loads a version. If residency manages it, the first request does, unless another version of it is up."""
         try:
             await provide(handle.spec)
             others = self._registry.versions(handle.name).values()
